@@ -1,0 +1,207 @@
+"""The commit: one PUT of the record makes a checkpoint true, and whatever became of that PUT is found out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dcp_s3._checkpoint.layout import manifest_name
+from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._transfer.store import is_missing, is_precondition_failed
+from dcp_s3.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CommitConflictError,
+    DcpS3Error,
+    StorageError,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from dcp_s3._checkpoint.layout import CheckpointUrl
+    from dcp_s3._transfer.probe import Conditions
+    from dcp_s3._transfer.retry import Deadline
+    from dcp_s3._transfer.store import ControlStore
+
+_log = logging.getLogger(__name__)
+
+WRITE_ID_FIELD: Final = "dcp-s3-write-id"
+"""User metadata of the record: whose checkpoint it is, known without reading the whole record."""
+_REFUSALS: Final = 5
+"""So often a store may refuse the condition although nothing has changed, before that counts as a conflict."""
+_DELETE_THREADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was at the record's key when the save began.
+
+    Attributes:
+        etag: ETag of the record that the save will replace, ``None`` if there was none.
+        write_id: Its write id, if it is one of ours.
+        certain: ``False`` when reading was not permitted, which S3 also answers for a missing key without ListBucket.
+    """
+
+    etag: str | None
+    write_id: str | None
+    certain: bool = True
+
+
+def observe(store: ControlStore, key: str) -> Observed:
+    """Look at the record before a save. A GET of one byte: a HEAD's 403 has no code to tell denied from absent.
+
+    Raises:
+        StorageError: The bucket is missing, the credentials are wrong, or the store fails.
+    """
+    try:
+        info = store.get(key, byte_range=(0, 1)).info
+    except AccessDeniedError as error:
+        if error.code == "AccessDenied":
+            return Observed(None, None, certain=False)
+        raise
+    except StorageError as error:
+        if is_missing(error):
+            return Observed(None, None)
+        if error.status != 416:
+            raise
+        info = store.head(key)  # an empty object, by nobody's rules a checkpoint; it is replaced like one
+    return Observed(info.etag, info.metadata.get(WRITE_ID_FIELD))
+
+
+def commit(
+    store: ControlStore,
+    key: str,
+    body: bytes,
+    *,
+    write_id: str,
+    observed: Observed,
+    conditions: Conditions | None,
+    deadline: Deadline,
+) -> None:
+    """PUT the record so that it replaces exactly what was observed, and find out what became of it.
+
+    Args:
+        store: The bucket.
+        key: Key of the record.
+        body: The record.
+        write_id: This save's id.
+        observed: What the save saw at its beginning.
+        conditions: What the store honours; ``None`` commits unconditionally.
+        deadline: Past it nothing is committed any more.
+
+    Raises:
+        CommitConflictError: Another writer's record is there.
+        CheckpointExistsError: A record is there that these credentials cannot read, so it cannot be replaced.
+        DeadlineExceededError: The deadline had passed before the first PUT.
+        StorageUnavailableError: The outcome is unknown.
+        StorageError: The store refused the PUT.
+    """
+    if_match = conditions.match_value(observed.etag) if conditions and observed.etag is not None else None
+    if_none_match = observed.etag is None and conditions is not None and conditions.create
+    if not observed.certain and not if_none_match:
+        raise AccessDeniedError(
+            "reading the record is not permitted and the store does not honour If-None-Match, so an existing checkpoint could "
+            "be overwritten unseen; allow GetObject and ListBucket on the prefix"
+        ).with_context(bucket=store.bucket, key=key, operation="GetObject")
+    deadline.check("about to commit; nothing was committed")
+    refusals = attempt = 0
+    while True:
+        attempt += 1
+        try:
+            store.put(
+                key,
+                body,
+                content_type="application/octet-stream",
+                metadata={WRITE_ID_FIELD: write_id},
+                if_match=if_match,
+                if_none_match=if_none_match,
+                retry=False,
+            )
+        except StorageError as error:
+            if not (is_precondition_failed(error) or isinstance(error, StorageUnavailableError)):
+                raise
+            failure = error
+        else:
+            if if_match is not None or if_none_match:
+                return
+            failure = StorageError("an unconditional PUT was answered with success")  # who won is read back
+        try:
+            there = _read_back(store, key, body, observed)
+        except AccessDeniedError as error:
+            if is_precondition_failed(failure):
+                raise CheckpointExistsError(
+                    "a checkpoint is there that these credentials may not read, so it cannot be replaced"
+                ).with_context(bucket=store.bucket, key=key) from error
+            raise
+        except StorageError as error:
+            if deadline.expired or not isinstance(error, StorageUnavailableError):
+                raise _unknown(store, key, attempt, error) from error
+            there = "unchanged"  # nothing learnt: the identical PUT is safe to repeat
+        if there == "ours":
+            return
+        refusals += is_precondition_failed(failure)
+        if there == "foreign" or refusals >= _REFUSALS:
+            raise CommitConflictError(
+                f"another writer committed to s3://{store.bucket}/{key} after this save had looked; its checkpoint stands, "
+                "ours was not committed"
+            ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
+        pause = min(store.config.retry.max_wait_s, 0.1 * 2**attempt) * random.random()  # noqa: S311 -- jitter
+        if deadline.remaining() <= pause:
+            raise _unknown(store, key, attempt, failure) from failure
+        time.sleep(pause)
+
+
+def _unknown(store: ControlStore, key: str, attempts: int, cause: StorageError) -> DcpS3Error:
+    return StorageUnavailableError(
+        f"commit outcome unknown: the record was sent but the store never confirmed it ({cause.message}); load the checkpoint "
+        "to see which one is there. Nothing that this save wrote was deleted"
+    ).with_context(
+        bucket=store.bucket, key=key, operation="PutObject", status=cause.status, code=cause.code, attempts=attempts
+    )
+
+
+def _read_back(store: ControlStore, key: str, body: bytes, observed: Observed) -> str:
+    """Whose record is there now: ``ours``, ``foreign``, or ``unchanged`` since the save began."""
+    try:
+        there = store.get(key)
+    except StorageError as error:
+        if is_missing(error):
+            return "unchanged" if observed.etag is None else "foreign"
+        raise
+    if len(there.body) == len(body) and hashlib.sha256(there.body).digest() == hashlib.sha256(body).digest():
+        return "ours"
+    return "unchanged" if observed.etag is not None and there.info.etag == observed.etag else "foreign"
+
+
+def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed) -> int:
+    """Delete what the manifest of the replaced record names, then that manifest. Best effort: never raises.
+
+    Returns:
+        How many objects could not be deleted (Object Lock, missing permission); ``gc`` tries them again.
+    """
+    if observed.write_id is None:
+        return 0
+    name = url.key(manifest_name(observed.write_id))
+    try:
+        manifest = Manifest.from_json(store.get(name).body, source=name)
+    except DcpS3Error as error:
+        _log.warning("the replaced checkpoint's manifest %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error)
+        return 0
+    keys = [url.key(entry.key) for entry in manifest.objects]
+    with ThreadPoolExecutor(max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete") as pool:
+        failures = sum(pool.map(lambda key: _delete(store, key), keys))
+    return failures + (_delete(store, name) if not failures else 0)
+
+
+def _delete(store: ControlStore, key: str) -> int:
+    try:
+        store.delete(key)
+    except DcpS3Error as error:
+        _log.warning("could not delete %s of the replaced checkpoint; it is left to dcp-s3 gc: %s", key, error)
+        return 1
+    return 0

@@ -1,0 +1,181 @@
+"""Writes and reads the commit record as torch's own Metadata object; reading goes by an allow-list."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import pickle
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_s3._checkpoint.standin import FILESYSTEM, METADATA, PATH_MODULES, check_storage_infos
+from dcp_s3._checkpoint.strict_pickle import Sealed, gate, gc_paused, load
+from dcp_s3.errors import ConfigError, CorruptCheckpointError
+
+__all__ = ["dumps", "loads"]
+
+_PROTOCOL: Final = 4
+"""What ``pickle.dump`` of Python 3.8 to 3.13 uses, and every torch that knows these classes reads."""
+
+
+class _Path(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls, *parts: str) -> pathlib.PurePosixPath:  # type: ignore[misc]  # a gate makes something else than itself
+        return pathlib.PurePosixPath(*parts)
+
+
+class _MemoryFormat(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls, value: int) -> _MEM_FORMAT_ENCODING:  # type: ignore[misc]
+        return _MEM_FORMAT_ENCODING(value)
+
+
+class _Layout(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> torch.layout:  # type: ignore[misc]
+        return _LAYOUTS[name]
+
+
+_LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+_NAMES: Final[dict[tuple[str, str], Any]] = {
+    **{
+        (METADATA, real.__name__): gate(real)
+        for real in (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+    },
+    (METADATA, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    (FILESYSTEM, "_StorageInfo"): gate(_StorageInfo),
+    (FILESYSTEM, "_StoragePrefix"): gate(_StoragePrefix),
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _Layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    **{(module, name): _Path for module in PATH_MODULES for name in ("PosixPath", "PurePosixPath")},
+}
+
+# Enum members are the process's, and have a __dict__ that a pickle can reach
+_MEMBERS: Final = [(member, dict(vars(member))) for member in _MEM_FORMAT_ENCODING]
+
+
+def _find(module: str, name: str) -> Any:
+    if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+        return dtype
+    return _NAMES.get((module, name))
+
+
+def dumps(metadata: Metadata) -> bytes:
+    """Pickle a checkpoint's metadata the way that stock readers expect it.
+
+    Raises:
+        ConfigError: A custom planner put something into ``planner_data`` that :func:`loads` would refuse.
+    """
+    with gc_paused():
+        data = pickle.dumps(metadata, protocol=_PROTOCOL)
+        if not _is_plain(metadata.planner_data):
+            try:
+                loads(data, source="the metadata of this save")
+            except CorruptCheckpointError as error:
+                raise ConfigError(
+                    f"this checkpoint could not be read back, because of what its planner put into planner_data: {error.message}"
+                ) from error
+    return data
+
+
+def _is_plain(planner_data: Any) -> bool:
+    """Whether this is what DCP's own planners write: names, each with its path in the nested state dict."""
+    if planner_data is None:
+        return True
+    if type(planner_data) is not dict:
+        return False
+    plain = {str, int}
+    return all(type(path) is tuple and plain.issuperset(map(type, path)) for path in planner_data.values())
+
+
+def loads(data: bytes, *, source: str) -> Metadata:
+    """Unpickle a checkpoint's metadata, ours or that of torch's, fsspec's or s3torchconnector's writer.
+
+    Only the classes that such a record is made of can be named by it, and its shape is checked.
+
+    Args:
+        data: The record's bytes.
+        source: What they were read from, for the message.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, no checkpoint's metadata, or names something that such a one does not need.
+    """
+    try:
+        metadata = load(data, _find, source=source)
+    finally:
+        touched = _restore_members()
+    if touched:
+        raise CorruptCheckpointError(f"{source} tried to change a constant of torch: it is refused")
+    if type(metadata) is not Metadata:
+        raise CorruptCheckpointError(f"{source} is not a checkpoint's metadata: its top is a {type(metadata).__name__}")
+    try:
+        _check(metadata.__dict__, source)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+    return metadata
+
+
+def _restore_members() -> bool:
+    touched = False
+    for member, attributes in _MEMBERS:
+        if vars(member) != attributes:
+            vars(member).clear()
+            vars(member).update(attributes)
+            touched = True
+    return touched
+
+
+def _check(fields: dict[str, Any], source: str) -> None:
+    items, storage = fields["state_dict_metadata"], fields.get("storage_data")
+    if type(items) is not dict or type(storage) is not dict:
+        raise CorruptCheckpointError(f"{source} is damaged: its state_dict_metadata or storage_data is no dict")
+    if fields.get("storage_meta") is not None and type(fields["storage_meta"]) is not StorageMeta:
+        raise CorruptCheckpointError(
+            f"{source} is damaged: its storage_meta is a {type(fields['storage_meta']).__name__}"
+        )
+    size_type = torch.Size
+    for fqn, item in items.items():
+        if type(item) is TensorStorageMetadata and type(fqn) is str:
+            tensor = item.__dict__
+            if type(tensor["size"]) is size_type and type(tensor["properties"]) is TensorProperties:
+                for chunk in tensor["chunks"]:
+                    place = chunk.__dict__
+                    if (
+                        type(chunk) is not ChunkStorageMetadata
+                        or type(place["offsets"]) is not size_type
+                        or type(place["sizes"]) is not size_type
+                    ):
+                        break
+                else:
+                    continue
+        elif type(item) is BytesStorageMetadata and type(fqn) is str:
+            continue
+        raise CorruptCheckpointError(f"{source} is damaged: its entry {str(fqn)[:200]!r} has an impossible shape")
+    if not {MetadataIndex}.issuperset(map(type, storage)):
+        raise CorruptCheckpointError(f"{source} is damaged: a key of its storage_data is no index")
+    check_storage_infos(storage.values(), kind=_StorageInfo, source=source)

@@ -1,0 +1,135 @@
+"""A staged state dict, whole or failed, and how it crosses to another process: one file descriptor and a pickle."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import traceback
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_s3._staging_buffers import Lease, Shipment, lease_of, receive
+from dcp_s3._staging_snapshot import join_dtensor
+from dcp_s3.errors import DcpS3Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, ItemsView
+
+logger = logging.getLogger(__name__)
+
+FAILURE_KEY = "dcp_s3 staging failure"
+
+
+class StagingFailed:
+    """The one leaf of a state dict that could not be staged: planning a save of it raises, on every rank.
+
+    An exception out of ``stage()`` would leave the other ranks waiting in their first collective. DCP calls this hook
+    inside its local step instead, whose errors it gathers.
+    """
+
+    def __init__(self, error: DcpS3Error) -> None:
+        self.error = error
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """DCP's hook for planning the items of a leaf: raises the error."""
+        raise self.error
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be saved as an object, which a foreign planner might do; crossing to a process goes another way."""
+        raise self.error
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """The state dict that stands for one that could not be staged."""
+    text = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
+    logger.error("staging a state dict failed, and so will its save: %s", text)
+    logger.debug("staging failed here:\n%s", "".join(traceback.format_exception(error)))
+    # Only the text: a traceback would keep the buffer's tensors alive for as long as somebody keeps the error.
+    return {FAILURE_KEY: StagingFailed(DcpS3Error(f"staging the state dict failed, nothing was saved: {text}"))}
+
+
+class StagedStateDict(dict[str, Any]):
+    """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor."""
+
+    __slots__ = ("__weakref__", "lease")
+
+    def __init__(self, staged: dict[str, Any], lease: Lease | None) -> None:
+        super().__init__(staged)
+        self.lease = lease
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override] # dict's own class of view has no public name
+        """The items; whoever asks for them (DCP does first of all) is taken to be the save."""
+        if self.lease is not None:
+            self.lease.taken_up()
+        return super().items()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and ordinary pickles are ordinary dicts."""
+        return dict, (dict(self),)
+
+
+def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Reduce a staged state dict for another process; a leaf that does not pickle fails the save, not the pipe."""
+    lease = staged.lease
+    try:
+        pickled = io.BytesIO()
+        _Shipper(pickled, lease).dump(dict(staged))
+        if lease is None:
+            return _receive, (None, pickled.getvalue())
+        lease.taken_up()
+        return _receive, (lease.ship(), pickled.getvalue())
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it must reach the save
+        return dict, (failed(error),)
+
+
+def _receive(shipment: Shipment | None, pickled: bytes) -> dict[str, Any]:
+    """Rebuild a staged state dict in the process that it was sent to."""
+    try:
+        lease = receive(shipment) if shipment is not None else None
+        return StagedStateDict(_Receiver(io.BytesIO(pickled), lease).load(), lease)
+    except Exception as error:  # noqa: BLE001 -- DCP's process would die of it, and the other ranks wait for it
+        return failed(error)
+
+
+class _Shipper(ForkingPickler):
+    """Pickles leased tensors as places in their block, and DTensors by their parts; the rest as multiprocessing does."""
+
+    def __init__(self, file: io.BytesIO, lease: Lease | None) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._lease = lease
+
+    def persistent_id(self, value: Any) -> tuple[int, torch.dtype, torch.Size] | None:  # noqa: ANN401 -- every object
+        if type(value) is not torch.Tensor or self._lease is None or lease_of(value) is not self._lease:
+            return None
+        if not value.is_contiguous() or value.is_conj() or value.is_neg():  # a view that somebody made of ours
+            return None
+        return self._lease.offset(value), value.dtype, value.shape
+
+    def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 -- pickle's protocol
+        if type(value) is DTensor:
+            return join_dtensor, (DTensor, value._spec, [value._local_tensor])  # noqa: SLF001 -- as in Snapshot
+        return NotImplemented
+
+
+class _Receiver(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, lease: Lease | None) -> None:
+        super().__init__(file)
+        self._lease = lease
+        self._buffer = lease.buffer() if lease is not None else None
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def persistent_load(self, place: Any) -> torch.Tensor:  # noqa: ANN401 -- what persistent_id gave
+        made = self._made.get(place)
+        if made is None:
+            if self._lease is None or self._buffer is None:
+                raise pickle.UnpicklingError("a staged tensor came without its block")
+            made = self._made[place] = self._lease.tensor(self._buffer, *place)
+        return made
+
+
+ForkingPickler.register(StagedStateDict, _ship)
+ForkingPickler.register(StagingFailed, lambda failed: (StagingFailed, (failed.error,)))

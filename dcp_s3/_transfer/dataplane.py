@@ -1,0 +1,426 @@
+"""The data plane: parts and ranges as asyncio requests on the loop thread, each one retried as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import aiobotocore.session
+from aiobotocore.config import AioConfig
+
+from dcp_s3._transfer import retry
+from dcp_s3._transfer.budget import ByteBudget
+from dcp_s3._transfer.checksum import crc64nvme, header_value
+from dcp_s3._transfer.faults import is_missing, is_refused_as_unknown, translate
+from dcp_s3._transfer.payload import Progress
+from dcp_s3._transfer.portal import on_fork, portal
+from dcp_s3._transfer.session import BODY, SINK, ViewSession
+from dcp_s3._transfer.store import DEFAULT_REGION, boto_options, client_options, creation, encryption, is_aws
+from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextvars import ContextVar
+
+    from dcp_s3._transfer.receive import Sink
+    from dcp_s3._transfer.retry import Counter, Deadline
+    from dcp_s3.config import S3Config
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TOKEN_FIELD: Final = "dcp-s3-token"  # noqa: S105 -- the name of a user metadata field
+SLOWEST_BYTES_PER_S: Final = 64 << 10
+"""An attempt whose bytes come slower than this on average is given up; a server that drips must not hold a save."""
+_CANCEL_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What HEAD says of a data object."""
+
+    size: int
+    etag: str
+    token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all requests of one save or load have in common.
+
+    Attributes:
+        bucket: Bucket name.
+        deadline: Ends retries and attempts.
+        counter: Counts retries.
+        progress: Told of every byte that moves.
+        rank: Named in errors.
+    """
+
+    bucket: str
+    deadline: Deadline
+    counter: Counter
+    progress: Progress
+    rank: int | None = None
+
+
+class DataPlane:
+    """aiobotocore clients of one config in one process, with the limits that all its saves and loads share.
+
+    Args:
+        config: Endpoint, credentials and limits.
+    """
+
+    def __init__(self, config: S3Config) -> None:
+        self.config = config
+        self.budget = ByteBudget(config.memory_bytes)
+        self.sends_checksums = config.checksum != "none"
+        self.sends_md5 = False
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._clients: list[Any] = []
+        self._stack = contextlib.AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._turn = 0
+
+    # ------------------------------------------------------------------ clients
+
+    async def _client(self) -> Any:  # noqa: ANN401 -- aiobotocore makes its clients at run time
+        if not self._clients:
+            async with self._opening:
+                if not self._clients:
+                    self._clients = await self._open()
+        self._turn += 1
+        return self._clients[self._turn % len(self._clients)]
+
+    async def _open(self) -> list[Any]:
+        config = self.config.resolved()
+        session = aiobotocore.session.AioSession(profile=config.profile)
+        region = config.region or session.get_config_variable("region") or DEFAULT_REGION
+        clients = []
+        for endpoint in config.endpoints or (None,):
+            path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)
+            client = await self._connect(session, config, endpoint, region, path_style=path_style)
+            if config.addressing_style == "auto" and not path_style and not is_aws(client.meta.endpoint_url):
+                client = await self._connect(session, config, endpoint, region, path_style=True)
+            clients.append(client)
+        return clients
+
+    async def _connect(
+        self,
+        session: Any,  # noqa: ANN401 -- aiobotocore is untyped
+        config: S3Config,
+        endpoint: str | None,
+        region: str,
+        *,
+        path_style: bool,
+    ) -> Any:  # noqa: ANN401
+        options = AioConfig(http_session_cls=ViewSession, **boto_options(config, path_style=path_style))
+        made = session.create_client("s3", config=options, **client_options(config, endpoint, region))
+        return await self._stack.enter_async_context(made)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._clients.clear()
+        await self._stack.aclose()
+
+    # ------------------------------------------------------------------ one request
+
+    async def _call(
+        self,
+        job: Job,
+        operation: str,
+        method: str,
+        key: str,
+        params: dict[str, Any],
+        *,
+        part: int | None = None,
+        views: Sequence[memoryview] | None = None,
+        sink: Sink | None = None,
+        once: bool = False,
+        check: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Send one request until it has succeeded, with its body or into its sink, and ``check`` has seen the reply."""
+
+        async def attempt() -> dict[str, Any]:
+            job.deadline.check(f"sending {operation}")
+            async with self._slots:  # before signing, so that no signature grows old in a queue
+                try:
+                    client = await self._client()
+                    progress = Progress(job.progress)
+                    body = None if views is None else (views, progress)
+                    if sink is not None:
+                        sink.progress = progress
+                    nbytes = sum(map(len, views or ())) + (sink.length if sink else 0)
+                    with _set(BODY, body), _set(SINK, sink):
+                        request = asyncio.ensure_future(getattr(client, method)(Bucket=job.bucket, Key=key, **params))
+                    reply: dict[str, Any] = await self._watched(request, progress, nbytes, job)
+                    if check is not None:
+                        check(reply)
+                except Exception as error:
+                    raise translate(error, operation=operation, bucket=job.bucket, key=key, part=part) from error
+                return reply
+
+        try:
+            if once:
+                return await attempt()
+            return await retry.acall(attempt, self.config.retry, deadline=job.deadline, counter=job.counter)
+        except DcpS3Error as error:
+            raise error.with_context(rank=job.rank, operation=operation, bucket=job.bucket, key=key, part=part)
+
+    async def _watched(self, request: asyncio.Future[T], progress: Progress, nbytes: int, job: Job) -> T:
+        """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips."""
+        quiet = self.config.read_timeout_s
+        end = time.monotonic() + 2 * quiet + nbytes / SLOWEST_BYTES_PER_S
+        try:
+            while True:
+                now = time.monotonic()
+                patience = min(progress.last + quiet, end, now + job.deadline.remaining()) - now
+                if patience <= 0:
+                    message = f"nothing moved for {now - progress.last:.1f} s, or the attempt took too long"
+                    raise TimeoutError(message)
+                done, _ = await asyncio.wait({request}, timeout=patience)
+                if done:
+                    return request.result()
+        finally:
+            if not request.done():
+                request.cancel()
+                await asyncio.wait({request}, timeout=_CANCEL_S)
+
+    # ------------------------------------------------------------------ uploads
+
+    def checksum_params(self, crc: int, views: Sequence[memoryview]) -> dict[str, Any]:
+        """Headers that let the store check a body against the CRC32C that was computed from memory."""
+        if not self.sends_checksums:
+            return {}
+        if self.config.checksum == "crc64nvme":
+            value = functools.reduce(lambda value, view: crc64nvme(view, value), views, 0)
+            return {"ChecksumCRC64NVME": header_value(value, bits=64)}
+        return {"ChecksumCRC32C": header_value(crc)}
+
+    async def put_object(self, job: Job, key: str, views: Sequence[memoryview], crc: int, token: str) -> Head:
+        """Write an object in one request.
+
+        Args:
+            job: What the request belongs to.
+            key: Object key.
+            views: The body.
+            crc: Its CRC32C.
+            token: Kept in the object's user metadata, to know it again.
+
+        Returns:
+            Size, ETag and token.
+        """
+        size = sum(map(len, views))
+        base = {"ContentLength": size} | creation(self.config, {TOKEN_FIELD: token}, data=True)
+        reply = await self._send_body(job, "PutObject", "put_object", key, base, views, crc)
+        return Head(size, str(reply.get("ETag", "")), token)
+
+    async def create_upload(self, job: Job, key: str, token: str) -> tuple[str, bool]:
+        """Begin a multipart upload.
+
+        Returns:
+            The upload id, and whether its parts carry checksums.
+        """
+        params = creation(self.config, {TOKEN_FIELD: token}, data=True)
+        algorithm = {"ChecksumAlgorithm": "CRC64NVME" if self.config.checksum == "crc64nvme" else "CRC32C"}
+        if self.sends_checksums:
+            try:
+                reply = await self._create(job, key, params | algorithm)
+            except StorageError as error:
+                if not self._turn_checksums_off(error):
+                    raise
+            else:
+                return str(reply["UploadId"]), True
+        reply = await self._create(job, key, params)
+        return str(reply["UploadId"]), False
+
+    async def _create(self, job: Job, key: str, params: dict[str, Any]) -> dict[str, Any]:
+        def check(reply: dict[str, Any]) -> None:
+            if not reply.get("UploadId"):
+                raise retry.unavailable("the reply to CreateMultipartUpload has no upload id")
+
+        return await self._call(job, "CreateMultipartUpload", "create_multipart_upload", key, params, check=check)
+
+    async def upload_part(
+        self, job: Job, key: str, upload_id: str, part: int, views: Sequence[memoryview], crc: int, *, checksums: bool
+    ) -> dict[str, Any]:
+        """Send one part.
+
+        Returns:
+            Its entry for :meth:`complete_upload`.
+        """
+        base: dict[str, Any] = {"UploadId": upload_id, "PartNumber": part, "ContentLength": sum(map(len, views))}
+        base |= encryption(self.config, write=False)
+        reply = await self._send_body(job, "UploadPart", "upload_part", key, base, views, crc, checksums=checksums)
+        entry: dict[str, Any] = {"PartNumber": part, "ETag": reply["ETag"]}
+        for name in ("ChecksumCRC32C", "ChecksumCRC64NVME"):
+            if checksums and reply.get(name):
+                entry[name] = reply[name]
+        return entry
+
+    async def _send_body(
+        self,
+        job: Job,
+        operation: str,
+        method: str,
+        key: str,
+        base: dict[str, Any],
+        views: Sequence[memoryview],
+        crc: int,
+        *,
+        checksums: bool = True,
+    ) -> dict[str, Any]:
+        def check(reply: dict[str, Any]) -> None:
+            if not reply.get("ETag"):
+                raise retry.unavailable(f"the reply to {operation} has no ETag")
+
+        async def send(extra: dict[str, Any]) -> dict[str, Any]:
+            part = base.get("PartNumber")
+            return await self._call(job, operation, method, key, base | extra, part=part, views=views, check=check)
+
+        sums = self.checksum_params(crc, views) if checksums else {}
+        if not self.sends_md5:
+            try:
+                reply = await send(sums)
+            except StorageError as error:
+                if not is_refused_as_unknown(error):
+                    raise
+                _log.info("%s was refused (%s); trying Content-MD5 instead of a checksum header", operation, error.code)
+            else:
+                if sums and not any(reply.get(name) for name in sums):
+                    self.sends_checksums = self.config.checksum != "auto"  # ignored: not worth sending
+                return reply
+        reply = await send({"ContentMD5": await asyncio.to_thread(_md5, views)})
+        self.sends_md5, self.sends_checksums = True, False
+        return reply
+
+    def _turn_checksums_off(self, error: StorageError) -> bool:
+        if self.config.checksum != "auto" or not is_refused_as_unknown(error):
+            return False
+        _log.info("the store refuses checksum headers (%s); the manifest's own checksums stay", error.code)
+        self.sends_checksums = False
+        return True
+
+    async def complete_upload(self, job: Job, key: str, upload_id: str, entries: list[dict[str, Any]]) -> None:
+        """Send CompleteMultipartUpload exactly once.
+
+        Raises:
+            StorageError: Anything but a parsed result; what it means is settled by the caller, by HEAD.
+        """
+
+        def check(reply: dict[str, Any]) -> None:
+            if not any(reply.get(name) for name in ("ETag", "Key", "Location")):
+                raise retry.unavailable("the reply to CompleteMultipartUpload is empty")
+
+        params = {"UploadId": upload_id, "MultipartUpload": {"Parts": entries}} | encryption(self.config, write=False)
+        await self._call(job, "CompleteMultipartUpload", "complete_multipart_upload", key, params, once=True, check=check)
+
+    async def abort_upload(self, job: Job, key: str, upload_id: str) -> None:
+        """Abort a multipart upload; one that is gone is no error."""
+        try:
+            await self._call(job, "AbortMultipartUpload", "abort_multipart_upload", key, {"UploadId": upload_id})
+        except StorageError as error:
+            if error.status != 404:
+                raise
+
+    async def head_object(self, job: Job, key: str) -> Head | None:
+        """Size, ETag and token of a data object, ``None`` if it is not there."""
+        try:
+            reply = await self._call(job, "HeadObject", "head_object", key, encryption(self.config, write=False))
+        except StorageError as error:
+            if is_missing(error):
+                return None
+            raise
+        metadata = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}
+        return Head(int(reply.get("ContentLength") or 0), str(reply.get("ETag", "")), metadata.get(TOKEN_FIELD))
+
+    # ------------------------------------------------------------------ downloads
+
+    async def get_range(self, job: Job, key: str, start: int, sink: Sink, *, etag: str | None = None) -> str:
+        """Receive bytes ``[start, start + sink.length)`` of an object into a sink.
+
+        Args:
+            job: What the request belongs to.
+            key: Object key.
+            start: First byte.
+            sink: Takes the bytes; filled from its beginning with every attempt.
+            etag: The ETag that the object must have; ``None`` accepts any.
+
+        Returns:
+            The object's ETag.
+
+        Raises:
+            StorageError: The object is missing (``is_missing``), or another failure.
+            CorruptCheckpointError: It is shorter than the range, or another object than before.
+        """
+        end = start + sink.length
+
+        def check(reply: dict[str, Any]) -> None:
+            ranged = str(reply.get("ContentRange") or "")
+            if ranged and not ranged.startswith(f"bytes {start}-{end - 1}/"):
+                raise retry.unavailable(f"asked for bytes {start}-{end - 1}, the store sent {ranged}")
+            if not ranged and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") != 200:
+                raise retry.unavailable("a partial reply without Content-Range")
+            if etag is not None and _bare(str(reply.get("ETag", ""))) != _bare(etag):
+                raise CorruptCheckpointError(f"the object changed while it was read (ETag {reply.get('ETag')}, was {etag})")
+
+        params = {"Range": f"bytes={start}-{end - 1}"} | encryption(self.config, write=False)
+        try:
+            reply = await self._call(job, "GetObject", "get_object", key, params, sink=sink, check=check)
+        except StorageError as error:
+            if error.status == 416:
+                short = CorruptCheckpointError(f"the object ends before byte {end}: it was truncated")
+                raise retry.copy_context(error, short) from error
+            raise
+        return str(reply.get("ETag", ""))
+
+
+def _bare(etag: str) -> str:
+    return etag.strip('"')
+
+
+def _md5(views: Sequence[memoryview]) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        digest.update(view)
+    return base64.b64encode(digest.digest()).decode("ascii")
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+_lock = threading.Lock()
+_planes: dict[S3Config, DataPlane] = {}
+
+
+def _forget() -> None:
+    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
+    _lock = threading.Lock()
+    _planes.clear()
+
+
+on_fork(_forget)
+
+
+def data_plane(config: S3Config) -> DataPlane:
+    """The process's data plane for a config; made at first use, closed at exit."""
+    with _lock:
+        plane = _planes.get(config)
+        if plane is None:
+            plane = _planes[config] = DataPlane(config)
+            portal().on_close(plane.close)
+        return plane

@@ -1,0 +1,177 @@
+"""Failures of botocore, aiohttp and the sockets below, turned into our errors. Status and S3 code decide, never texts."""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    TokenRetrievalError,
+)
+from botocore.parsers import ResponseParserError
+
+from dcp_s3._transfer.retry import AS_POLICY, NEVER, mark
+from dcp_s3.errors import (
+    AccessDeniedError,
+    ConfigError,
+    DcpS3Error,
+    StorageError,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DENIED: Final = frozenset(
+    "AccessDenied AccountProblem AllAccessDisabled AuthorizationHeaderMalformed ExpiredToken Forbidden InvalidAccessKeyId "
+    "InvalidClientTokenId InvalidSecurity InvalidToken NotSignedUp SignatureDoesNotMatch TokenRefreshRequired "
+    "UnauthorizedAccess UnrecognizedClientException".split()
+)
+_PASSING: Final = frozenset(
+    "BadDigest BandwidthLimitExceeded ConditionalRequestConflict IncompleteBody InternalError OperationAborted "
+    "RequestLimitExceeded RequestThrottled RequestTimeout RequestTimeoutException ServiceUnavailable SlowDown Throttling "
+    "ThrottlingException TooManyRequests XAmzContentChecksumMismatch".split()
+)
+_PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
+_CLOCK: Final = "RequestTimeTooSkewed"
+_CREDENTIAL_TRIES: Final = 4
+_ADVICE: Final = {
+    "AccessDenied": "check the policy of these credentials for this bucket and prefix",
+    "ExpiredToken": "the session token has expired; use credentials that refresh, or new ones",
+    "InvalidAccessKeyId": "the store does not know this access key; check the key and the endpoint",
+    "NoSuchBucket": "create the bucket, or correct the URL",
+    "NoSuchUpload": "the multipart upload is gone: aborted by somebody, or by a lifecycle rule",
+    "SignatureDoesNotMatch": "check the secret key and the region",
+    _CLOCK: "the clocks of this machine and of the store differ too much; set this machine's clock (NTP)",
+}
+
+
+def translate(
+    error: BaseException, *, operation: str, bucket: str, key: str | None = None, part: int | None = None
+) -> DcpS3Error:
+    """The public error for a failed request, marked with how often it may be tried.
+
+    Args:
+        error: What botocore, aiobotocore, aiohttp or a socket raised; our own errors come back as they are.
+        operation: S3 operation, in the API's spelling.
+        bucket: Bucket of the request.
+        key: Object key of the request.
+        part: Part number, from 1.
+    """
+    if isinstance(error, DcpS3Error):
+        made: DcpS3Error = error
+    elif isinstance(error, ClientError):
+        made = _from_reply(error)
+    elif isinstance(error, (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)):
+        made = mark(
+            AccessDeniedError(f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"),
+            tries=_CREDENTIAL_TRIES,
+        )
+    elif isinstance(error, (PartialCredentialsError, ProfileNotFound)):
+        made = ConfigError(str(error))
+    elif (refused := _certificate_error(error)) is not None:
+        made = mark(
+            StorageError(
+                f"the server's TLS certificate was refused: {refused.verify_message}; check the endpoint's name, or give its CA "
+                "with S3Config(verify_tls='/path/ca.pem') or AWS_CA_BUNDLE"
+            ),
+            tries=NEVER,
+        )
+    elif isinstance(error, (HTTPClientError, OSError, ResponseParserError, EOFError)):
+        made = mark(StorageUnavailableError(f"{operation} did not get an answer: {_brief(error)}"), tries=AS_POLICY)
+    elif isinstance(error, (BotoCoreError, ValueError, TypeError)):
+        made = mark(StorageError(f"{operation} could not be sent: {_brief(error)}"), tries=NEVER)
+    else:
+        # aiohttp's own classes, which aiobotocore does not map: the connection failed in one more way
+        made = mark(StorageUnavailableError(f"{operation} failed: {_brief(error)}"), tries=AS_POLICY)
+    if made is not error:
+        made.__cause__ = error
+    return made.with_context(operation=operation, bucket=bucket, key=key, part=part)
+
+
+def _from_reply(error: ClientError) -> StorageError:
+    reply: Any = error.response
+    facts = reply.get("ResponseMetadata", {})
+    headers = facts.get("HTTPHeaders", {})
+    status = int(facts.get("HTTPStatusCode") or 0)
+    code = str(reply.get("Error", {}).get("Code") or status)
+    text = str(reply.get("Error", {}).get("Message") or "no text")
+    advice = _ADVICE.get(code)
+    message = f"the store answered {status} {code}: {text}" + (f" ({advice})" if advice else "")
+    kind, tries = _classify(status, code)
+    made = mark(kind(message), tries=tries, retry_after_s=_retry_after(headers))
+    made.with_context(
+        status=status, code=code, request_id=facts.get("RequestId") or headers.get("x-amz-request-id") or None
+    )
+    return made
+
+
+def _classify(status: int, code: str) -> tuple[type[StorageError], int]:
+    if code == _CLOCK:
+        return AccessDeniedError, 2  # one fresh signature: the request may have waited too long
+    if code in _DENIED:
+        return AccessDeniedError, NEVER
+    if code in _PASSING or status in _PASSING_STATUS:
+        return StorageUnavailableError, AS_POLICY
+    if status in (401, 403):
+        return AccessDeniedError, NEVER
+    if status == 400 and code == "400":
+        return StorageUnavailableError, AS_POLICY  # not S3's XML: something in between answered
+    if status == 200:
+        return StorageUnavailableError, AS_POLICY  # an <Error> behind a good status line
+    return StorageError, NEVER
+
+
+def _retry_after(headers: Any) -> float:  # noqa: ANN401 -- a mapping of header names
+    value = str(headers.get("retry-after", ""))
+    return min(float(value), 300.0) if value.isdigit() else 0.0
+
+
+def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
+    for link in _chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError):
+            return link
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    queue: list[Any] = [error]
+    while queue:
+        link = queue.pop()
+        if isinstance(link, BaseException) and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            # aiohttp and botocore keep the error below in attributes, not only in the chain
+            queue += [link.__cause__, link.__context__, getattr(link, "certificate_error", None)]
+            queue += [getattr(link, "kwargs", {}).get("error") if isinstance(link, BotoCoreError) else None]
+            queue += [getattr(link, "reason", None), *link.args]
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether the store said that the object (not the bucket) does not exist."""
+    return isinstance(error, StorageError) and error.status == 404 and error.code != "NoSuchBucket"
+
+
+def is_precondition_failed(error: BaseException) -> bool:
+    """Whether a conditional request was refused because its condition did not hold."""
+    return isinstance(error, StorageError) and error.status == 412
+
+
+def is_refused_as_unknown(error: BaseException) -> bool:
+    """Whether the store refused the form of a request (a header it does not know) rather than its content."""
+    return (
+        isinstance(error, StorageError) and not isinstance(error, AccessDeniedError) and error.status in (400, 405, 411, 501)
+    )

@@ -1,0 +1,134 @@
+"""The one loop thread of a process: coroutines go in from any thread, concurrent futures come out."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Work(concurrent.futures.Future[T]):
+    """A coroutine on the loop thread. Done only when its task has really ended, also after :meth:`stop`.
+
+    (``asyncio.run_coroutine_threadsafe`` gives a future that counts as cancelled while its task still runs; an abort
+    would then overtake the parts it has to follow.)
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # from now on only the task decides
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        self._stopped = False
+        loop.call_soon_threadsafe(self._start, coroutine)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._end)
+        if self._stopped:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.set_exception(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+    def stop(self) -> None:
+        """Ask the task to end; the future then has a ``CancelledError``, unless it was done before."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Portal:
+    """An event loop on a daemon thread of its own, so that it works beside a caller's running loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._thread = threading.Thread(target=self._run, name="dcp_s3-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Work[T]:
+        """Start a coroutine on the loop thread."""
+        return Work(self.loop, coroutine)
+
+    def on_close(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have ``closer`` run on the loop before it stops."""
+        self._closers.append(closer)
+
+    def close(self) -> None:
+        """Close what was opened on the loop, cancel what still runs, and stop the thread. Bounded in time."""
+        if self.loop.is_closed() or threading.current_thread() is self._thread:
+            return
+        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            self.submit(self._shut_down()).result(_CLOSE_TIMEOUT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _shut_down(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S / 2)
+        for closer in self._closers:
+            with contextlib.suppress(Exception):  # closing is best effort: the process ends
+                await closer()
+
+
+_lock = threading.Lock()
+_portal: Portal | None = None
+
+
+def portal() -> Portal:
+    """The process's portal, started at first use."""
+    global _portal  # noqa: PLW0603 -- one per process by design
+    with _lock:
+        if _portal is None:
+            _portal = Portal()
+        return _portal
+
+
+def on_fork(forget: Callable[[], None]) -> None:
+    """Have ``forget`` drop module-level state in a forked child, where neither the loop thread nor locks survive."""
+    os.register_at_fork(after_in_child=forget)
+
+
+def _forget() -> None:
+    global _lock, _portal  # noqa: PLW0603
+    _lock = threading.Lock()
+    _portal = None
+
+
+def _close_at_exit() -> None:
+    if _portal is not None:
+        _portal.close()
+
+
+on_fork(_forget)
+atexit.register(_close_at_exit)

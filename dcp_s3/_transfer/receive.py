@@ -1,0 +1,326 @@
+"""A small HTTP/1.1 GET client whose body bytes are received straight into the caller's buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Sequence
+
+    from dcp_s3._transfer.payload import Progress
+
+_HEAD_BYTES: Final = 64 << 10
+_ERROR_BYTES: Final = 1 << 20
+_IDLE_S: Final = 8.0
+"""An idle connection older than this is not used again: servers close theirs after 5 s or more, usually 15 to 60."""
+_TRASH: Final = memoryview(bytearray(256 << 10))
+"""Where bytes go that nobody wants; written by many, read by none."""
+
+
+class Sink:
+    """Where the bytes of one ranged GET go.
+
+    Args:
+        pieces: In the order of the bytes: writable byte views to be filled, or counts of bytes to drop.
+        progress: Told of every byte that arrives.
+    """
+
+    __slots__ = ("_index", "_offset", "_pieces", "filled", "length", "progress")
+
+    def __init__(self, pieces: Sequence[memoryview | int], progress: Progress) -> None:
+        self._pieces = [piece for piece in pieces if (piece if isinstance(piece, int) else len(piece))]
+        self.length = sum(piece if isinstance(piece, int) else len(piece) for piece in self._pieces)
+        self.progress = progress
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Start again at the first byte."""
+        self._index = self._offset = self.filled = 0
+
+    def buffer(self) -> memoryview:
+        """The place of the next byte; never empty while bytes are missing."""
+        piece = self._pieces[self._index]
+        if isinstance(piece, int):
+            return _TRASH[: min(len(_TRASH), piece - self._offset)]
+        return piece[self._offset :]
+
+    def advance(self, nbytes: int) -> None:
+        """``nbytes`` have been put at :meth:`buffer`."""
+        piece = self._pieces[self._index]
+        self._offset += nbytes
+        self.filled += nbytes
+        if self._offset == (piece if isinstance(piece, int) else len(piece)):
+            self._index += 1
+            self._offset = 0
+        self.progress.advance(nbytes)
+
+    def feed(self, data: memoryview) -> None:
+        """Copy ``data`` in, as far as there is room; for bytes that came along with the head."""
+        while data and self.filled < self.length:
+            room = self.buffer()
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            self.advance(count)
+            data = data[count:]
+
+
+class Reply:
+    """Status, headers (lower-case names) and, unless the sink took it, the body."""
+
+    __slots__ = ("body", "headers", "status")
+
+    def __init__(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = b""
+
+    async def read(self) -> bytes:
+        """The body, in the form that aiobotocore expects of a raw response."""
+        return self.body
+
+
+class _Connection(asyncio.BufferedProtocol):
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._head = bytearray(_HEAD_BYTES)
+        self._sink: Sink | None = None
+        self._waiter: asyncio.Future[Reply] | None = None
+        self.closed = False
+        self.idle_since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._used = 0
+        self._reply: Reply | None = None
+        self._into_sink = False
+        self._rest = bytearray()
+        self._left: int | None = None
+        self._chunked = False
+        self.reusable = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 -- create_connection gives no other
+        self._transport = transport
+
+    async def request(self, head: bytes, sink: Sink) -> Reply:
+        self._reset()
+        self._sink = sink
+        self._waiter = asyncio.get_running_loop().create_future()
+        assert self._transport is not None  # noqa: S101 -- connected before it is handed out
+        self._transport.write(head)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+            self._sink = None
+
+    def abort(self) -> None:
+        """Close at once, without waiting for the peer: an attempt given up must not overlap its successor."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 -- the sink knows better
+        if self._into_sink and self._sink is not None and self._sink.filled < self._sink.length:
+            return self._sink.buffer()
+        if self._reply is not None:
+            return memoryview(self._head)  # body of an error, moved on in buffer_updated
+        return memoryview(self._head)[self._used :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._waiter is None or self._waiter.done() or self._sink is None:
+            self.abort()  # bytes that nobody asked for: the connection is out of step
+        elif self._into_sink:
+            self._sink.advance(nbytes)
+            self._finish_if_filled()
+        elif self._reply is not None:
+            self._take_error_body(memoryview(self._head)[:nbytes])
+        else:
+            self._used += nbytes
+            self._take_head()
+
+    def _take_head(self) -> None:
+        end = self._head.find(b"\r\n\r\n", 0, self._used)
+        if end < 0:
+            if self._used == len(self._head):
+                self._fail(ConnectionError(f"the reply's head is longer than {_HEAD_BYTES} bytes"))
+            return
+        try:
+            reply, keep_alive = _parse_head(bytes(self._head[: end + 4]))
+        except (ValueError, http.client.HTTPException) as error:
+            self._fail(ConnectionError(f"not an HTTP reply: {error}"))
+            return
+        rest = bytes(self._head[end + 4 : self._used])
+        if 100 <= reply.status < 200:  # an interim reply; the real one follows
+            self._used = len(rest)
+            self._head[: len(rest)] = rest
+            self._take_head()
+            return
+        assert self._sink is not None  # noqa: S101 -- checked in buffer_updated
+        self._reply = reply
+        self.reusable = keep_alive
+        length = reply.headers.get("content-length")
+        self._chunked = "chunked" in reply.headers.get("transfer-encoding", "").lower()
+        self._left = int(length) if length is not None and length.isdigit() and not self._chunked else None
+        if reply.status in (200, 206):
+            if self._left != self._sink.length or (reply.status == 200 and self._range_is_partial):
+                self._fail(
+                    ConnectionError(f"asked for {self._sink.length} bytes, the {reply.status} reply announces {length}")
+                )
+                return
+            self._into_sink = True
+            if len(rest) > self._sink.length:
+                self._fail(ConnectionError("the reply is longer than it announces"))
+                return
+            self._sink.feed(memoryview(rest))
+            self._finish_if_filled()
+        else:
+            self._take_error_body(memoryview(rest))
+
+    _range_is_partial = False
+
+    def _finish_if_filled(self) -> None:
+        assert self._sink is not None  # noqa: S101 -- checked in buffer_updated
+        if self._sink.filled == self._sink.length:
+            self._done()
+
+    def _take_error_body(self, data: memoryview) -> None:
+        self._rest += data
+        assert self._reply is not None  # noqa: S101 -- set with the head
+        if self._left is not None and len(self._rest) >= self._left:
+            self._reply.body = bytes(self._rest[: self._left])
+            self._done()
+        elif self._chunked and b"0\r\n\r\n" in self._rest:
+            self._reply.body = _dechunk(bytes(self._rest))
+            self._done()
+        elif len(self._rest) > _ERROR_BYTES:
+            self._fail(ConnectionError("the error reply is too long"))
+
+    def _done(self) -> None:
+        if self._waiter is not None and not self._waiter.done() and self._reply is not None:
+            self._waiter.set_result(self._reply)
+
+    def _fail(self, error: Exception) -> None:
+        self.reusable = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+        self.abort()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._reply is not None and not self._into_sink and self._left is None and not self._chunked:
+            self._reply.body = bytes(self._rest)  # an error body that ends with the connection
+            self.reusable = False
+            self._done()
+            return
+        got = self._sink.filled if self._sink is not None else 0
+        want = self._sink.length if self._sink is not None else 0
+        self._waiter.set_exception(exc or ConnectionError(f"the connection ended after {got} of {want} bytes"))
+
+
+def _parse_head(head: bytes) -> tuple[Reply, bool]:
+    line, _, rest = head.partition(b"\r\n")
+    version, _, status = line.partition(b" ")
+    if not version.startswith(b"HTTP/1."):
+        raise ValueError(repr(line[:40]))
+    message = http.client.parse_headers(io.BytesIO(rest))
+    headers = {name.lower(): value for name, value in message.items()}
+    connection = headers.get("connection", "").lower()
+    keep_alive = connection == "keep-alive" if version == b"HTTP/1.0" else connection != "close"
+    return Reply(int(status[:3]), headers), keep_alive
+
+
+def _dechunk(data: bytes) -> bytes:
+    body = bytearray()
+    while data:
+        size_text, _, data = data.partition(b"\r\n")
+        size = int(size_text.split(b";")[0] or b"0", 16)
+        if size == 0:
+            break
+        body += data[:size]
+        data = data[size + 2 :]
+    return bytes(body)
+
+
+class ReceivePool:
+    """Connections for GETs into buffers, kept per host. Lives on one event loop."""
+
+    def __init__(self, *, limit: int, connect_timeout_s: float, ssl_context: ssl.SSLContext | None) -> None:
+        self._limit = limit
+        self._connect_timeout_s = connect_timeout_s
+        self._ssl = ssl_context
+        self._idle: dict[tuple[str, int], list[_Connection]] = {}
+
+    async def get(
+        self, host: str, port: int, target: str, headers: Sequence[tuple[str, str]], sink: Sink, *, partial: bool
+    ) -> Reply:
+        """Send one signed GET and receive its body.
+
+        Args:
+            host: Name or address to connect to.
+            port: TCP port.
+            target: Path and query as signed.
+            headers: All headers as signed, ``Host`` included.
+            sink: Takes the body of a 206, or of a 200 when the range is the whole object.
+            partial: The range does not start at 0, so a 200 cannot be right.
+
+        Raises:
+            OSError: The connection failed, ended early, or the reply has another length than the sink.
+        """
+        sink.rewind()
+        connection = await self._connect(host, port)
+        connection._range_is_partial = partial  # noqa: SLF001 -- same module
+        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers), "", ""]
+        try:
+            reply = await connection.request("\r\n".join(lines).encode("latin-1"), sink)
+        except BaseException:
+            connection.abort()
+            raise
+        idle = self._idle.setdefault((host, port), [])
+        if connection.reusable and not connection.closed and len(idle) < self._limit:
+            connection.idle_since = time.monotonic()
+            idle.append(connection)
+        else:
+            connection.abort()
+        return reply
+
+    async def _connect(self, host: str, port: int) -> _Connection:
+        idle = self._idle.get((host, port), [])
+        while idle:
+            connection = idle.pop()
+            if not connection.closed and time.monotonic() - connection.idle_since < _IDLE_S:
+                return connection
+            connection.abort()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, made = await loop.create_connection(_Connection, host, port, ssl=self._ssl)
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection to {host}:{port} within {self._connect_timeout_s:g} s") from error
+        return made
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.abort()
+        self._idle.clear()
+
+
+def header_items(headers: Any) -> list[tuple[str, str]]:  # noqa: ANN401 -- botocore's own header class
+    """A signed request's headers as text, without those that a kept connection must not carry."""
+    return [
+        (name, value.decode("latin-1") if isinstance(value, bytes) else str(value))
+        for name, value in headers.items()
+        if name.lower() not in ("content-length", "transfer-encoding", "expect", "connection")
+    ]

@@ -1,0 +1,111 @@
+"""The HTTP session under aiobotocore: request bodies sent from views, response bodies received into views.
+
+The views do not travel through botocore's parameters (which would copy or hash them) but beside them, in context
+variables of the task that makes the request; botocore signs, addresses and parses as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.httpsession import get_cert_path
+
+from dcp_s3._transfer.payload import ViewsPayload
+from dcp_s3._transfer.receive import ReceivePool, header_items
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcp_s3._transfer.payload import Progress
+    from dcp_s3._transfer.receive import Sink
+
+BODY: ContextVar[tuple[Sequence[memoryview], Progress] | None] = ContextVar("dcp_s3_body", default=None)
+"""Views that are the body of the request made in this context."""
+SINK: ContextVar[Sink | None] = ContextVar("dcp_s3_sink", default=None)
+"""Takes the body of the reply to the GET made in this context."""
+
+
+class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's session is untyped
+    """aiobotocore's aiohttp session (public hook ``http_session_cls``) with the two shortcuts for views."""
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 -- aiobotocore's own arguments, passed on
+        super().__init__(**kwargs)
+        self._verify_tls: bool | str = kwargs.get("verify", True)
+        self._pool_limit = int(kwargs.get("max_pool_connections", 10))
+        timeout = kwargs.get("timeout")
+        self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
+        self._pools: dict[str, ReceivePool] = {}
+
+    async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
+        """Send a signed request."""
+        body, sink = BODY.get(), SINK.get()
+        if body is not None:
+            request.body = ViewsPayload(*body)
+        if sink is not None and self._proxy_config.proxy_url_for(request.url) is None:
+            return await self._receive(request, sink)
+        response = await super().send(request)
+        if sink is not None:
+            await _fill(sink, response)
+        return response
+
+    async def _receive(self, request: Any, sink: Sink) -> Any:  # noqa: ANN401
+        url = urlsplit(request.url)
+        secure = url.scheme == "https"
+        pool = self._pools.get(url.scheme)
+        if pool is None:
+            context = await asyncio.to_thread(tls_context, self._verify_tls) if secure else None
+            pool = self._pools.setdefault(
+                url.scheme,
+                ReceivePool(limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s, ssl_context=context),
+            )
+        headers = header_items(request.headers)
+        if not any(name.lower() == "host" for name, _ in headers):
+            headers.insert(0, ("Host", url.netloc))
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        asked = next((value for name, value in headers if name.lower() == "range"), "bytes=0-")
+        reply = await pool.get(
+            url.hostname or "",
+            url.port or (443 if secure else 80),
+            target,
+            headers,
+            sink,
+            partial=not asked.startswith("bytes=0-"),
+        )
+        return AioAWSResponse(request.url, reply.status, reply.headers, reply)
+
+    async def __aexit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # noqa: ANN401
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        await super().__aexit__(exc_type, exc_val, exc_tb)
+
+
+async def _fill(sink: Sink, response: Any) -> None:  # noqa: ANN401
+    """Behind a proxy aiohttp receives; its chunks are copied to where they belong."""
+    sink.rewind()
+    if response.status_code not in (200, 206):
+        return
+    async for chunk in response.raw.content.iter_chunked(1 << 20):
+        sink.feed(memoryview(chunk))
+    if sink.filled != sink.length:
+        raise ConnectionError(f"the connection ended after {sink.filled} of {sink.length} bytes")
+
+
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """A client TLS context.
+
+    Args:
+        verify: ``True`` for the SDK's bundle, ``False`` for no check, a string for the path of a CA bundle.
+    """
+    if verify is False:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    return ssl.create_default_context(cafile=get_cert_path(verify))

@@ -1,0 +1,398 @@
+"""The store's two clients from one S3Config, and the control plane: small synchronous requests on the caller's thread."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode, urlsplit
+
+import boto3
+import botocore
+from botocore.config import Config as BotoConfig
+
+from dcp_s3._transfer import retry
+from dcp_s3._transfer.checksum import crc32c, header_value
+from dcp_s3._transfer.faults import is_missing, is_precondition_failed, is_refused_as_unknown, translate
+from dcp_s3._transfer.portal import on_fork
+from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from dcp_s3._transfer.retry import Counter, Deadline
+    from dcp_s3.config import S3Config
+
+__all__ = [
+    "ControlStore",
+    "Fetched",
+    "ObjectInfo",
+    "UploadInfo",
+    "is_missing",
+    "is_precondition_failed",
+    "is_refused_as_unknown",
+]
+
+
+
+DEFAULT_REGION: Final = "us-east-1"
+_AGENT: Final = "dcp-s3"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What the store says of an object. The ETag is verbatim, with its quotes."""
+
+    key: str
+    size: int
+    etag: str
+    last_modified: datetime.datetime | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An object's bytes, or a range of them, with the store's clock at the reply."""
+
+    body: bytes
+    info: ObjectInfo
+    server_time: datetime.datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadInfo:
+    """A multipart upload that is neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+    initiated: datetime.datetime | None = None
+
+
+def boto_options(config: S3Config, *, path_style: bool) -> dict[str, Any]:
+    """The botocore settings that both planes share. Retries are ours alone; so are checksums."""
+    style = "path" if path_style else config.addressing_style
+    return {
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "s3": {"addressing_style": style, "payload_signing_enabled": False},
+        "connect_timeout": config.connect_timeout_s,
+        "read_timeout": config.read_timeout_s,
+        "max_pool_connections": config.max_concurrency + 4,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": _AGENT,
+        "tcp_keepalive": True,
+        **({"signature_version": botocore.UNSIGNED} if config.unsigned else {}),
+    }
+
+
+def client_options(config: S3Config, endpoint: str | None, region: str) -> dict[str, Any]:
+    """Arguments of ``create_client``, for boto3 and aiobotocore alike."""
+    options: dict[str, Any] = {"region_name": region}
+    if endpoint is not None:
+        options["endpoint_url"] = endpoint
+    if config.verify_tls is not True:
+        options["verify"] = config.verify_tls
+    if config.access_key_id is not None:
+        options |= {
+            "aws_access_key_id": config.access_key_id,
+            "aws_secret_access_key": config.secret_access_key,
+            "aws_session_token": config.session_token,
+        }
+    return options
+
+
+def is_aws(endpoint: str) -> bool:
+    """Whether a host is AWS's own, where virtual-hosted style is the rule."""
+    host = urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def encryption(config: S3Config, *, write: bool) -> dict[str, Any]:
+    """Request parameters of server-side encryption: SSE-C goes with reads and parts too, the others with creation."""
+    if config.sse_customer_key is not None:
+        return {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": config.sse_customer_key}
+    if not write or config.sse is None:
+        return {}
+    return {"ServerSideEncryption": config.sse} | (
+        {"SSEKMSKeyId": config.sse_kms_key_id} if config.sse_kms_key_id is not None else {}
+    )
+
+
+def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -> dict[str, Any]:
+    """Request parameters that an object gets when it is created. The storage class is for data objects only."""
+    options = encryption(config, write=True)
+    merged = dict(config.metadata) | (metadata or {})
+    if merged:
+        options["Metadata"] = merged
+    if config.tags:
+        options["Tagging"] = urlencode(config.tags)
+    if data and config.storage_class is not None:
+        options["StorageClass"] = config.storage_class
+    return options
+
+
+class _Clients:
+    """boto3 clients of one config, one per endpoint; thread-safe to use."""
+
+    def __init__(self, config: S3Config) -> None:
+        resolved = config.resolved()
+        session = boto3.session.Session(profile_name=resolved.profile)
+        region = resolved.region or session.region_name or DEFAULT_REGION
+        endpoints: tuple[str | None, ...] = resolved.endpoints or (None,)
+        self.clients = [self._create(session, resolved, endpoint, region) for endpoint in endpoints]
+
+    @staticmethod
+    def _create(session: boto3.session.Session, config: S3Config, endpoint: str | None, region: str) -> Any:  # noqa: ANN401
+        path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)
+        options = client_options(config, endpoint, region)
+        client = session.client("s3", config=BotoConfig(**boto_options(config, path_style=path_style)), **options)
+        if config.addressing_style == "auto" and not path_style and not is_aws(client.meta.endpoint_url):
+            # the endpoint came from the profile's own file
+            client = session.client("s3", config=BotoConfig(**boto_options(config, path_style=True)), **options)
+        return client
+
+
+_lock = threading.Lock()
+_clients: dict[S3Config, _Clients] = {}
+
+
+def _forget() -> None:
+    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
+    _lock = threading.Lock()
+    _clients.clear()
+
+
+on_fork(_forget)
+
+
+def _clients_for(config: S3Config) -> list[Any]:
+    with _lock:
+        if config not in _clients:
+            try:
+                _clients[config] = _Clients(config)
+            except Exception as error:
+                raise translate(error, operation="CreateClient", bucket="") from error
+        return _clients[config].clients
+
+
+class ControlStore:
+    """Synchronous requests to one bucket. Thread-safe; every failure is one of our public errors.
+
+    Args:
+        config: Endpoint, credentials and limits.
+        bucket: Bucket name.
+        deadline: Ends the retries, and shortens nothing else.
+        rank: Named in errors.
+        counter: Counts the retries.
+    """
+
+    def __init__(
+        self,
+        config: S3Config,
+        bucket: str,
+        *,
+        deadline: Deadline | None = None,
+        rank: int | None = None,
+        counter: Counter | None = None,
+    ) -> None:
+        self.config = config
+        self.bucket = bucket
+        self._deadline = deadline
+        self._rank = rank
+        self._counter = counter
+        self._server_time: datetime.datetime | None = None
+        self._turn = 0
+
+    def _call(
+        self, operation: str, method: str, key: str | None, params: dict[str, Any], *, once: bool = False
+    ) -> dict[str, Any]:
+        def attempt() -> dict[str, Any]:
+            if self._deadline is not None:
+                self._deadline.check(f"sending {operation}")
+            clients = _clients_for(self.config)
+            client = clients[self._turn % len(clients)]
+            try:
+                reply: dict[str, Any] = getattr(client, method)(Bucket=self.bucket, **params)
+                if "Body" in reply:
+                    reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
+            except Exception as error:
+                self._turn += 1  # the next attempt goes to the next endpoint, if there are several
+                raise translate(error, operation=operation, bucket=self.bucket, key=key) from error
+            self._note_time(reply)
+            return reply
+
+        try:
+            if once:
+                return attempt()
+            return retry.call(attempt, self.config.retry, deadline=self._deadline, counter=self._counter)
+        except DcpS3Error as error:
+            raise error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
+
+    def _note_time(self, reply: dict[str, Any]) -> None:
+        date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+        if date:
+            self._server_time = parsedate_to_datetime(date)
+
+    def get(self, key: str, *, byte_range: tuple[int, int] | None = None) -> Fetched:
+        """Read an object, or bytes ``[start, end)`` of it.
+
+        Raises:
+            StorageError: It is missing (``is_missing``), or another failure.
+        """
+        params = {"Key": key} | encryption(self.config, write=False)
+        if byte_range is not None:
+            params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        reply = self._call("GetObject", "get_object", key, params)
+        return Fetched(body=reply["Body"], info=_info(key, reply), server_time=self._server_time)
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size, ETag and user metadata of an object.
+
+        Raises:
+            StorageError: It is missing (``is_missing``), or another failure.
+        """
+        return _info(key, self._call("HeadObject", "head_object", key, {"Key": key} | encryption(self.config, write=False)))
+
+    def put(
+        self,
+        key: str,
+        body: bytes,
+        *,
+        content_type: str,
+        metadata: dict[str, str] | None = None,
+        if_match: str | None = None,
+        if_none_match: bool = False,
+        retry: bool = True,
+    ) -> str:
+        """Write a small object in one request.
+
+        Args:
+            key: Object key.
+            body: Its bytes.
+            content_type: MIME type.
+            metadata: User metadata besides the configured.
+            if_match: Replace only the object with this ETag.
+            if_none_match: Create only if there is none.
+            retry: Repeat passing failures; ``False`` sends exactly one request.
+
+        Returns:
+            The ETag.
+
+        Raises:
+            StorageError: The condition did not hold (``is_precondition_failed``), or another failure.
+        """
+        params: dict[str, Any] = {"Key": key, "Body": body, "ContentType": content_type}
+        params |= creation(self.config, metadata, data=False)
+        if if_match is not None:
+            params["IfMatch"] = if_match
+        if if_none_match:
+            params["IfNoneMatch"] = "*"
+        if self.config.checksum != "none":
+            params["ChecksumCRC32C"] = header_value(crc32c(body))
+        try:
+            reply = self._call("PutObject", "put_object", key, params, once=not retry)
+        except StorageError as error:
+            if not is_refused_as_unknown(error) or "ChecksumCRC32C" not in params or if_match or if_none_match:
+                raise
+            # a store without checksum headers, or one whose Object Lock wants Content-MD5 instead
+            del params["ChecksumCRC32C"]
+            params["ContentMD5"] = _md5(body)
+            reply = self._call("PutObject", "put_object", key, params, once=not retry)
+        return str(reply.get("ETag", ""))
+
+    def delete(self, key: str) -> None:
+        """Delete an object; one that is not there is no error."""
+        self._call("DeleteObject", "delete_object", key, {"Key": key})
+
+    def list(self, prefix: str, *, page_size: int = 1000) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix``, in key order. Needs ListBucket."""
+        for page in self._pages(prefix, page_size, delimiter=None):
+            for item in page.get("Contents", ()):
+                yield ObjectInfo(item["Key"], int(item["Size"]), item.get("ETag", ""), item.get("LastModified"))
+
+    def list_prefixes(self, prefix: str, *, page_size: int = 1000) -> Iterator[str]:
+        """The "directories" right below ``prefix``, each ending with a slash. Needs ListBucket."""
+        for page in self._pages(prefix, page_size, delimiter="/"):
+            for item in page.get("CommonPrefixes", ()):
+                yield item["Prefix"]
+
+    def _pages(self, prefix: str, page_size: int, delimiter: str | None) -> Iterator[dict[str, Any]]:
+        token: str | None = None
+        last = ""
+        while True:
+            params: dict[str, Any] = {"Prefix": prefix, "MaxKeys": page_size}
+            if delimiter:
+                params["Delimiter"] = delimiter
+            if token is not None:
+                params["ContinuationToken"] = token
+            elif last:
+                params["StartAfter"] = last  # a store that says "truncated" without a continuation token
+            page = self._call("ListObjectsV2", "list_objects_v2", prefix, params)
+            yield page
+            token = page.get("NextContinuationToken")
+            seen = [*(x["Key"] for x in page.get("Contents", ())), *(x["Prefix"] for x in page.get("CommonPrefixes", ()))]
+            if not page.get("IsTruncated") or not (token or seen):
+                return
+            last = max(seen, default=last)
+
+    def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
+        """All open multipart uploads below ``prefix``. Needs ListBucketMultipartUploads."""
+        params: dict[str, Any] = {"Prefix": prefix}
+        while True:
+            page = self._call("ListMultipartUploads", "list_multipart_uploads", prefix, params)
+            for item in page.get("Uploads", ()):
+                yield UploadInfo(item["Key"], item["UploadId"], item.get("Initiated"))
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return
+            params |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Abort a multipart upload; one that is gone is no error."""
+        try:
+            self._call("AbortMultipartUpload", "abort_multipart_upload", key, {"Key": key, "UploadId": upload_id})
+        except StorageError as error:
+            if error.status != 404:
+                raise
+
+    def server_time(self) -> datetime.datetime:
+        """The store's clock at its last reply, as a time with zone.
+
+        Raises:
+            StorageUnavailableError: No reply so far carried a date.
+        """
+        if self._server_time is None:
+            raise StorageUnavailableError("the store's replies carry no Date header, so its clock is unknown")
+        return self._server_time
+
+    def close(self) -> None:
+        """Nothing to close: the clients are the process's and serve later calls."""
+
+
+def _info(key: str, reply: dict[str, Any]) -> ObjectInfo:
+    size = int(reply.get("ContentLength") or 0)
+    total = str(reply.get("ContentRange", "")).rpartition("/")[2]
+    return ObjectInfo(
+        key=key,
+        size=int(total) if total.isdigit() else size,
+        etag=str(reply.get("ETag", "")),
+        last_modified=reply.get("LastModified"),
+        metadata={str(name).lower(): str(value) for name, value in reply.get("Metadata", {}).items()},
+    )
+
+
+def _read_all(body: Any, expected: int | None) -> bytes:  # noqa: ANN401 -- botocore's StreamingBody
+    try:
+        data: bytes = body.read()
+    finally:
+        body.close()
+    if expected is not None and len(data) != expected:
+        raise EOFError(f"the body ended after {len(data)} of {expected} bytes")
+    return data
+
+
+def _md5(body: bytes) -> str:
+    import base64  # noqa: PLC0415 -- only for stores that insist
+    import hashlib  # noqa: PLC0415
+
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode("ascii")

@@ -1,0 +1,312 @@
+"""One data object, streamed: the caller's thread appends views, parts leave from the loop thread while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from dcp_s3._transfer.checksum import combine, crc32c
+from dcp_s3._transfer.plan import MAX_PARTS
+from dcp_s3._transfer.portal import Work, portal
+from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3.errors import DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from dcp_s3._transfer.dataplane import DataPlane, Job
+
+_log = logging.getLogger(__name__)
+
+_QUEUED: Final = 4
+"""Parts that may wait, cut and checked, behind those on the wire."""
+_ABORT_S: Final = 30.0
+"""Longest time for the abort of a failed upload, seconds; what it could not abort is left to ``gc``."""
+_COMPLETE_WAIT_S: Final = 0.5
+_COMPLETE_TRIES: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectReceipt:
+    """A data object that is complete in the store, its size verified by HEAD.
+
+    Attributes:
+        key: Object key.
+        size: Bytes.
+        etag: As HEAD gave it.
+        part_bytes: Size of every part but the last.
+        crc32c: CRC32C of each part, in order.
+    """
+
+    key: str
+    size: int
+    etag: str
+    part_bytes: int
+    crc32c: tuple[int, ...]
+
+
+class _Part:
+    __slots__ = ("copied", "crc", "nbytes", "views")
+
+    def __init__(self) -> None:
+        self.views: list[memoryview] = []
+        self.nbytes = 0
+        self.copied = 0
+        self.crc = 0
+
+
+class ObjectUpload:
+    """Uploads one object. Used by one thread; the requests run on the loop thread.
+
+    Args:
+        plane: The process's data plane.
+        job: What its requests belong to.
+        key: Object key, never used before.
+        token: Kept in the object's user metadata.
+        part_bytes: Size of every part but the last.
+        max_parts: Most parts of one object.
+    """
+
+    def __init__(
+        self, plane: DataPlane, job: Job, key: str, token: str, *, part_bytes: int, max_parts: int = MAX_PARTS
+    ) -> None:
+        self.key = key
+        self.size = 0
+        self.part_bytes = part_bytes
+        self.capacity = part_bytes * max_parts
+        self._plane = plane
+        self._job = job
+        self._token = token
+        self._part = _Part()
+        self._crcs: list[int] = []
+        self._entries: dict[int, dict[str, Any]] = {}
+        self._room = threading.BoundedSemaphore(plane.config.max_concurrency + _QUEUED)
+        self._pending: set[Work[Any]] = set()
+        self._failure: BaseException | None = None
+        self._created: Work[tuple[str, bool]] | None = None
+        self._changed = threading.Condition()
+
+    # ------------------------------------------------------------------ caller's thread
+
+    def append(self, view: memoryview, *, copied: bool = False) -> int:
+        """Add bytes to the object; whole parts start on their way at once.
+
+        Args:
+            view: Contiguous bytes that stay unchanged until their part is acknowledged; the view keeps them alive.
+            copied: The bytes were taken from the process's byte budget, which gets them back when their part is done.
+
+        Returns:
+            CRC32C of ``view``.
+
+        Raises:
+            DcpS3Error: An earlier part has failed for good, or the deadline has passed.
+        """
+        total = 0
+        offset = 0
+        while offset < len(view):
+            piece = view[offset : offset + self.part_bytes - self._part.nbytes]
+            crc = crc32c(piece)
+            total = combine(total, crc, len(piece)) if offset else crc
+            part = self._part
+            part.crc = combine(part.crc, crc, len(piece)) if part.nbytes else crc
+            part.views.append(piece)
+            part.nbytes += len(piece)
+            part.copied += len(piece) if copied else 0
+            offset += len(piece)
+            self.size += len(piece)
+            if part.nbytes == self.part_bytes:
+                self._send_part()
+        return total
+
+    def reserve(self, nbytes: int) -> None:
+        """Take ``nbytes`` of copies from the byte budget. Waits for earlier parts if need be.
+
+        Raises:
+            DcpS3Error: An earlier part has failed for good, or the deadline has passed.
+        """
+        while not self._plane.budget.try_acquire(nbytes):
+            self._check()
+            if not self._pending and self._part.copied:
+                # everything held is in the open part: nothing will be freed by waiting
+                self._plane.budget.acquire_over(nbytes)
+                return
+            self._wait_a_moment()
+        self._check()
+
+    def finish(self) -> ObjectReceipt:
+        """Send what is left, complete the object and verify it.
+
+        Returns:
+            The receipt for the manifest.
+
+        Raises:
+            DcpS3Error: The object could not be completed; nothing of it is left behind, as far as the store lets us.
+        """
+        try:
+            if self._created is None:
+                head = self._await(self._submit(self._put_whole()))
+            else:
+                if self._part.nbytes:
+                    self._send_part()
+                self._drain()
+                head = self._await(self._submit(self._complete()))
+        except BaseException:
+            self.abort()
+            raise
+        return ObjectReceipt(self.key, self.size, head.etag, self.part_bytes, tuple(self._crcs))
+
+    def abort(self) -> None:
+        """Cancel what is under way, wait until it has ended, and abort the upload. Never raises; bounded in time."""
+        with self._changed:
+            pending = list(self._pending)
+        for future in pending:
+            future.stop()
+        end = time.monotonic() + _ABORT_S
+        with self._changed:
+            while self._pending and time.monotonic() < end:
+                self._changed.wait(0.2)
+        self._release(self._part)
+        self._part = _Part()
+        if self._created is None:
+            return
+        try:
+            portal().submit(self._abort(self._created)).result(_ABORT_S)
+        except (DcpS3Error, TimeoutError, concurrent.futures.CancelledError) as error:
+            _log.warning("could not abort the upload of %s (dcp-s3 gc will): %s", self.key, error)
+
+    def _send_part(self) -> None:
+        part, self._part = self._part, _Part()
+        self._crcs.append(part.crc)
+        number = len(self._crcs)
+        if self._created is None:
+            self._created = self._submit(self._plane.create_upload(self._job, self.key, self._token))
+        while not self._room.acquire(timeout=0.2):
+            self._check()
+        self._check()
+        self._submit(self._upload(number, part), part)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any], part: _Part | None = None) -> Work[Any]:
+        future = portal().submit(coroutine)
+        with self._changed:
+            self._pending.add(future)
+
+        def done(_: concurrent.futures.Future[Any]) -> None:
+            if part is not None:
+                self._release(part)
+                self._room.release()
+            with self._changed:
+                self._pending.discard(future)
+                error = future.exception()
+                if error is not None and self._failure is None and not isinstance(error, concurrent.futures.CancelledError):
+                    self._failure = error
+                self._changed.notify_all()
+
+        future.add_done_callback(done)
+        return future
+
+    def _release(self, part: _Part) -> None:
+        part.views.clear()
+        if part.copied:
+            self._plane.budget.release(part.copied)
+            part.copied = 0
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._job.deadline.expired:
+            raise self._job.deadline.error(f"uploading {self.key}").with_context(
+                rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
+            )
+        quiet = time.monotonic() - self._job.progress.last
+        if self._pending and quiet > self._plane.config.stall_limit_s:
+            stalled = DeadlineExceededError(
+                f"no byte has moved for {quiet:.0f} s (stall_limit_s); the store or the network is stuck"
+            )
+            raise stalled.with_context(rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart")
+
+    def _wait_a_moment(self) -> None:
+        with self._changed:
+            self._changed.wait(min(0.2, self._job.deadline.remaining() + 0.001))
+
+    def _drain(self) -> None:
+        while True:
+            with self._changed:
+                if not self._pending or self._failure is not None:
+                    break
+            self._check()
+            self._wait_a_moment()
+        self._check()
+
+    def _await(self, future: Work[Any]) -> Any:  # noqa: ANN401 -- the future's own type
+        while not future.done():
+            self._check()
+            self._wait_a_moment()
+        return future.result()
+
+    # ------------------------------------------------------------------ loop thread
+
+    async def _put_whole(self) -> Any:  # noqa: ANN401 -- Head
+        part, self._part = self._part, _Part()
+        self._crcs.append(part.crc)
+        try:
+            return await self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
+        finally:
+            self._release(part)
+
+    async def _upload(self, number: int, part: _Part) -> None:
+        assert self._created is not None  # noqa: S101 -- set before the first part is submitted
+        upload_id, checksums = await asyncio.wrap_future(self._created)
+        self._entries[number] = await self._plane.upload_part(
+            self._job, self.key, upload_id, number, part.views, part.crc, checksums=checksums
+        )
+
+    async def _complete(self) -> Any:  # noqa: ANN401 -- Head
+        """Complete, and settle by HEAD what the reply left unclear. Never two Completes at once."""
+        assert self._created is not None  # noqa: S101 -- only called behind the first part
+        upload_id, _ = await asyncio.wrap_future(self._created)
+        numbers = sorted(self._entries)
+        if numbers != list(range(1, len(self._crcs) + 1)):
+            raise StorageError(f"parts are missing before Complete: have {len(numbers)} of {len(self._crcs)}")
+        entries = [self._entries[number] for number in numbers]
+        for attempt in range(1, _COMPLETE_TRIES + 1):
+            failure: StorageError | None = None
+            try:
+                await self._plane.complete_upload(self._job, self.key, upload_id, entries)
+            except StorageError as error:
+                failure = error
+            head = await self._plane.head_object(self._job, self.key)
+            if head is not None and head.size == self.size and head.token in (self._token, None):
+                return head
+            if head is not None:
+                wrong = StorageError(
+                    f"the completed object has {head.size} bytes and token {head.token}, expected {self.size} and {self._token}"
+                )
+                raise wrong.with_context(operation="CompleteMultipartUpload", bucket=self._job.bucket, key=self.key)
+            if failure is None:
+                failure = StorageUnavailableError("Complete was answered with success, but the object is not there")
+            failure.with_context(attempts=attempt, rank=self._job.rank, bucket=self._job.bucket, key=self.key)
+            if attempt == _COMPLETE_TRIES or not _is_unclear(failure):
+                raise failure
+            self._job.counter.retries += 1
+            self._job.deadline.check(f"completing {self.key}")
+            await asyncio.sleep(_COMPLETE_WAIT_S * attempt)
+        raise AssertionError
+
+    async def _abort(self, created: Work[tuple[str, bool]]) -> None:
+        try:
+            upload_id, _ = await asyncio.wrap_future(created)
+        except (DcpS3Error, concurrent.futures.CancelledError):
+            return  # it was never created, or nobody knows its id: gc finds it by its key
+        # its own deadline: the save's has often passed when it comes to this
+        job = type(self._job)(self._job.bucket, Deadline(_ABORT_S), Counter(), self._job.progress, self._job.rank)
+        await self._plane.abort_upload(job, self.key, upload_id)
+
+
+def _is_unclear(error: StorageError) -> bool:
+    """Whether a failed Complete may still have done its work, or may do it when it is sent again."""
+    return isinstance(error, StorageUnavailableError) and not isinstance(error, DeadlineExceededError)

@@ -1,0 +1,416 @@
+"""S3StorageWriter: what DCP calls to save, in the order in which it calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import pickle
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.commit import Observed, commit, delete_replaced, observe
+from dcp_s3._checkpoint.layout import (
+    CheckpointUrl,
+    join_id,
+    manifest_name,
+    new_token,
+    new_write_id,
+    parse_url,
+    record_name,
+)
+from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.shard import ShardWriter
+from dcp_s3._transfer.dataplane import Job, data_plane
+from dcp_s3._transfer.payload import Progress
+from dcp_s3._transfer.plan import choose_part_bytes
+from dcp_s3._transfer.probe import Conditions, conditions_of
+from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3._transfer.store import ControlStore
+from dcp_s3.config import S3Config
+from dcp_s3.errors import CheckpointExistsError, ConfigError, DcpS3Error, StorageError
+from dcp_s3.staging import lease_of, stager_for
+
+if TYPE_CHECKING:
+    import os
+
+    from dcp_s3._transfer.upload import ObjectReceipt
+    from dcp_s3.staging import Lease, Stager
+
+__all__ = ["S3StorageWriter"]
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_DEADLINE_S: Final = 1500.0
+"""Deadline of a save or load without a process group whose time-out could be read."""
+_OF_GROUP: Final = 0.9
+"""Share of the process group's time-out that is the default deadline: peers must hear of a failure before it."""
+_RECORD_OVERHEAD: Final = 2048
+"""Upper estimate of what a record adds to its tensor's bytes; measured 1,577."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """State of one save on one rank, from set_up_storage_writer to finish."""
+
+    url: CheckpointUrl
+    rank: int
+    coordinator: bool
+    use_collectives: bool
+    deadline: Deadline
+    store: ControlStore
+    job: Job
+    write_id: str = field(default_factory=new_write_id)
+    started: float = field(default_factory=time.monotonic)
+    observed: Observed | None = None
+    conditions: Conditions | None = None
+    probed: bool = False
+
+    @property
+    def record(self) -> str:
+        return record_name(None if self.use_collectives else self.rank)
+
+
+class S3StorageWriter(StorageWriter):
+    """Saves DCP checkpoints to S3, streaming and atomic. Also DCP's ``AsyncStager`` for ``async_save``.
+
+    One writer serves any number of saves, ids and threads, and can be pickled at any time: it holds nothing but its URL,
+    its config and its flags.
+
+    Args:
+        url: ``s3://bucket/prefix`` of the checkpoint, or of the place below which relative ``checkpoint_id`` names lie.
+        config: Endpoint, credentials and limits; by default all from the environment, by AWS's conventions.
+        overwrite: Replace an existing checkpoint. It stays loadable until the new one is committed.
+
+    Raises:
+        ConfigError: The URL or the config is not valid.
+    """
+
+    _synchronize_after_execute = True
+
+    def __init__(self, url: str | None = None, *, config: S3Config | None = None, overwrite: bool = True) -> None:
+        super().__init__()
+        if config is not None and not isinstance(config, S3Config):
+            raise ConfigError(f"config must be an S3Config, got {type(config).__name__}")
+        self._base = None if url is None else parse_url(url)
+        self._config = config if config is not None else S3Config.from_env()
+        self._overwrite = overwrite
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
+
+    def __repr__(self) -> str:
+        return f"S3StorageWriter({str(self._base) if self._base else None!r}, config={self._config!r})"
+
+    # ------------------------------------------------------------------ DCP's StorageWriter, in call order
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is an ``s3://`` URL (as text, or as the Path that somebody made of it)."""
+        try:
+            parse_url(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP when a save is given a ``checkpoint_id``: the next save of this thread goes there."""
+        self._local.next_url = None if checkpoint_id is None else join_id(self._base, checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """What the planner may know of the storage."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of this thread's save: the coming one, else the present or last one."""
+        url = getattr(self._local, "next_url", None)
+        if url is None:
+            save = getattr(self._local, "save", None)
+            url = save.url if save is not None else self._base
+        return None if url is None else str(url)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
+        """Begin a save: everything that belongs to one save is made here, since DCP does not always call ``reset``."""
+        url = getattr(self._local, "next_url", None) or self._base
+        self._local.next_url = None
+        if url is None:
+            raise ConfigError("nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id")
+        rank = int(kwargs.get("rank") or 0)
+        deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
+        counter = Counter()
+        self._local.save = _Save(
+            url=url,
+            rank=rank,
+            coordinator=is_coordinator,
+            use_collectives=bool(kwargs.get("use_collectives", True)),
+            deadline=deadline,
+            store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
+            job=Job(url.bucket, deadline, counter, Progress(), rank),
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add: no per-save value may travel in a plan that DCP may have cached."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: look at what the save will replace, before a byte is sent.
+
+        Raises:
+            CheckpointExistsError: ``overwrite=False`` and a checkpoint is there; on every rank, through DCP.
+        """
+        save = self._current()
+        key = save.url.key(save.record)
+        save.observed = observe(save.store, key)
+        if save.observed.etag is not None and not self._overwrite:
+            raise CheckpointExistsError(
+                f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
+            ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
+        save.conditions = self._conditions(save)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Stream this rank's items. Returns when every object is complete and verified."""
+        results = self._write(self._current(), plan, planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: manifest, then the record; the checkpoint is true when its PUT has been done.
+
+        Args:
+            metadata: The global metadata, completed in place; ``dcp.save`` returns the same object.
+            results: All ranks' write results.
+        """
+        save = self._current()
+        if save.observed is None:
+            raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
+        entries = _take_entries(results)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+        _correct_dtypes(metadata)
+        body = record_format.dumps(metadata)
+        manifest = Manifest(
+            write_id=save.write_id,
+            record=save.record,
+            metadata_sha256=hashlib.sha256(body).hexdigest(),
+            metadata_bytes=len(body),
+            world_size=len(results),
+            created_unix_s=time.time(),
+            writer=f"dcp_s3 {_version()}",
+            objects=entries,
+        )
+        name = save.url.key(manifest_name(save.write_id))
+        save.store.put(name, manifest.to_json(), content_type="application/json")
+        key = save.url.key(save.record)
+        commit(
+            save.store,
+            key,
+            body,
+            write_id=save.write_id,
+            observed=save.observed,
+            conditions=save.conditions,
+            deadline=save.deadline,
+        )
+        seconds = time.monotonic() - save.started
+        total = sum(entry.size for entry in entries)
+        _log.info(
+            "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
+            save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
+        )  # fmt: skip
+        delete_replaced(save.store, save.url, save.observed)
+
+    # ------------------------------------------------------------------ DCP's AsyncStager
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:  # noqa: ANN401 -- a state dict, or a future of one
+        """Copy a state dict so that training may go on at once. Never raises: a failure is raised in the save."""
+        return self._stager().stage(state_dict)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``async_save`` waits for the staging before it returns."""
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Wait for a staging that runs in the background."""
+        self._stager().synchronize()
+
+    def close(self) -> None:
+        """Give the staging buffers back. Needs not be called for correctness."""
+        self._stager().close()
+
+    def _stager(self) -> Stager:
+        config = self._config
+        return stager_for(config, buffers=config.staging_buffers, async_staging=config.async_staging)
+
+    # ------------------------------------------------------------------ inside
+
+    def _current(self) -> _Save:
+        save: _Save | None = getattr(self._local, "save", None)
+        if save is None:
+            raise ConfigError("set_up_storage_writer was not called on this thread; use the writer through dcp.save")
+        return save
+
+    def _conditions(self, save: _Save) -> Conditions | None:
+        mode = self._config.conditional_commit
+        if mode == "off":
+            return None
+        conditions = conditions_of(save.store, save.url.key(manifest_name(save.write_id)))
+        if conditions.create and conditions.replace is not None:
+            return conditions
+        lacking = "If-None-Match and If-Match" if not conditions.create else "If-Match"
+        if mode == "required":
+            raise StorageError(
+                f"the store does not honour {lacking} and conditional_commit='required': two writers could overwrite each other"
+            ).with_context(rank=save.rank, bucket=save.url.bucket)
+        _log.warning("the store does not honour %s: two writers that race for %s may overwrite each other", lacking, save.url)
+        return conditions
+
+    def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        plane = data_plane(self._config)
+        total, largest = _estimate(plan.items)
+        part_bytes = choose_part_bytes(
+            total, largest=largest, wanted=self._config.part_bytes, memory_bytes=self._config.memory_bytes
+        )
+        shard = ShardWriter(plane, save.job, save.url, new_token(), save.rank, part_bytes=part_bytes)
+        leases: set[Lease] = set()
+        try:
+            results = [self._write_item(shard, item, planner, leases) for item in _bytes_first(plan.items)]
+            receipts = shard.finish()
+        except BaseException as error:
+            shard.abort()
+            portable = _portable(error, save.rank)
+            if portable is error:
+                raise
+            raise portable from error
+        finally:
+            for lease in leases:
+                lease.release()
+        _attach(results, receipts, save.url)
+        seconds = time.monotonic() - save.started
+        _log.debug("rank %d: %d bytes in %d objects in %.2f s", save.rank, shard.size, len(receipts), seconds)
+        return results
+
+    @staticmethod
+    def _write_item(shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease]) -> WriteResult:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            lease = lease_of(data)
+            if lease is not None:
+                leases.add(lease)
+            info = shard.write_tensor(data)
+            if item.tensor_data is not None and item.tensor_data.properties.dtype != data.dtype:
+                info.__dict__["dtype"] = data.dtype  # a cached plan knows only the first save's
+        else:
+            info = shard.write_bytes(data.getbuffer())
+        return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+
+
+def deadline_s(configured: float | None, name: str) -> float:
+    """The deadline of a save or load: shorter than the process group's time-out, so that peers hear why it failed.
+
+    Args:
+        configured: Seconds, or ``None`` for 0.9 x the group's time-out, or 1,500 without one.
+        name: Setting that is named in the error.
+
+    Raises:
+        ConfigError: The configured deadline is not shorter than the group's time-out.
+    """
+    group = _group_timeout_s()
+    if configured is None:
+        return _OF_GROUP * group if group is not None else DEFAULT_DEADLINE_S
+    if group is not None and configured >= group:
+        raise ConfigError(
+            f"{name}={configured:g} s must be less than the process group's time-out of {group:g} s: the other ranks would "
+            "give up before they hear why this one failed"
+        )
+    return configured
+
+
+def _group_timeout_s() -> float | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001
+        return float(backend.options._timeout.total_seconds())  # noqa: SLF001 -- torch has no public way to ask
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _bytes_first(items: list[WriteItem]) -> list[WriteItem]:
+    """BYTE_IO items first: only resolving tells their size, and the objects they hold are the planner's copies."""
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _estimate(items: list[WriteItem]) -> tuple[int, int]:
+    """Bytes of all records and of the largest, from the plan. The item's own chunk counts, not the global tensor."""
+    total = largest = 0
+    for item in items:
+        nbytes = _RECORD_OVERHEAD
+        if item.tensor_data is not None:
+            nbytes += item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        total += nbytes
+        largest = max(largest, nbytes)
+    return total, largest
+
+
+def _attach(results: list[WriteResult], receipts: list[ObjectReceipt], url: CheckpointUrl) -> None:
+    """Send the receipts to the coordinator with the first result; :func:`_take_entries` takes them off again."""
+    if results:
+        prefix = len(url.key(""))
+        results[0].storage_data.__dict__["objects"] = [
+            (receipt.key[prefix:], receipt.size, receipt.etag, receipt.part_bytes, receipt.crc32c) for receipt in receipts
+        ]
+
+
+def _take_entries(results: list[list[WriteResult]]) -> tuple[ObjectEntry, ...]:
+    found = []
+    for one_rank in results:
+        if one_rank:
+            for key, size, etag, part_bytes, crcs in one_rank[0].storage_data.__dict__.pop("objects", ()):
+                found.append(ObjectEntry(key=key, size=size, etag=etag, part_bytes=part_bytes, crc32c=crcs))
+    return tuple(sorted(found, key=lambda entry: entry.key))
+
+
+def _correct_dtypes(metadata: Metadata) -> None:
+    """Put the dtypes that were really written into the metadata, where a cached plan had others."""
+    for index, info in metadata.storage_data.items():
+        dtype = info.__dict__.pop("dtype", None)
+        tensor = metadata.state_dict_metadata[index.fqn]
+        if dtype is not None and isinstance(tensor, TensorStorageMetadata):
+            tensor.properties = dataclasses.replace(tensor.properties, dtype=dtype)
+
+
+def _portable(error: BaseException, rank: int) -> BaseException:
+    """The error itself if DCP can send it to the other ranks, else one of ours that says the same."""
+    if isinstance(error, DcpS3Error):
+        return error.with_context(rank=rank)
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own bytes
+    except Exception:  # noqa: BLE001 -- whatever pickle or a foreign __init__ raises
+        return DcpS3Error(f"{type(error).__name__}: {error}").with_context(rank=rank)
+    return error
+
+
+def _version() -> str:
+    from dcp_s3 import __version__  # noqa: PLC0415 -- the package imports this module lazily
+
+    return __version__
