@@ -207,7 +207,8 @@ class Lease:
         storage = flat.untyped_storage()._cdata  # noqa: SLF001 -- the one name of a storage that outlives no other
         self._storages.append(storage)
         _leases[storage] = self
-        return flat if len(shape) == 1 else flat.view(shape)
+        # In place, and without touching the storage: a view would be a second tensor for each.
+        return flat if len(shape) == 1 else flat.resize_(shape)
 
     def covers(self, address: int) -> bool:
         """Whether an address lies in the leased memory."""

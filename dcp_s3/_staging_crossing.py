@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 import traceback
+from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -68,8 +69,8 @@ class StagedStateDict(dict[str, Any]):
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and ordinary pickles are ordinary dicts."""
-        return dict, (dict(self),)
+        """Copies and ordinary pickles hold the values; a weights-only load knows this class of dict alone by name."""
+        return OrderedDict, (), None, None, iter(super().items())
 
 
 def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]:

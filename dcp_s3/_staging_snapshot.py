@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,7 @@ from dcp_s3._staging_buffers import HEADER_BYTES
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -28,6 +31,8 @@ _IMMUTABLE = frozenset(
 )
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_gc_to_resume = False
 
 
 class _Copied:
@@ -71,15 +76,12 @@ class Snapshot:
     Args:
         state_dict: Any nesting of dicts, lists and tuples; leaves of any kind that ``copy.deepcopy`` takes.
 
-    Attributes:
-        size: Bytes of leased memory that :meth:`copy` needs, the block's header included; 0 for none.
-
     Raises:
         DcpS3Error: A leaf cannot be copied, or a tensor has no data; it names the leaf.
     """
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self.size = 0
+        self._end = HEADER_BYTES  # of the leased memory that is spoken for
         self._sources: list[torch.Tensor] = []
         self._offsets: list[int] = []
         self._places: list[tuple[Any, Any, _Copied | _Joined]] = []  # container, key, what goes there
@@ -89,7 +91,8 @@ class Snapshot:
         self._ready: dict[torch.device, torch.cuda.Event] = {}
         self._path: list[str] = []  # to the leaf that failed, innermost key first
         try:
-            self._tree: dict[str, Any] = self._take(dict(state_dict))
+            with _gc_paused():
+                self._tree: dict[str, Any] = self._take(dict(state_dict))
         except Exception as error:
             leaf = "/".join(reversed(self._path))
             raise DcpS3Error(f"{leaf!r} cannot be staged: {type(error).__name__}: {error}") from error
@@ -98,6 +101,11 @@ class Snapshot:
             device: torch.cuda.current_stream(device).record_event()
             for device in {source.device for source in self._sources if source.is_cuda}
         }
+
+    @property
+    def size(self) -> int:
+        """Bytes of leased memory that :meth:`copy` needs, the block's header included; 0 for none."""
+        return self._end if self._sources else 0
 
     @property
     def on_cuda(self) -> bool:
@@ -111,7 +119,7 @@ class Snapshot:
             lease: A lease of at least :attr:`size` bytes; None where that is 0.
             buffer: The lease's buffer.
         """
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with _gc_paused(), torch.inference_mode(mode=False), torch.no_grad():
             copies: list[torch.Tensor] = []
             if lease is not None and buffer is not None:
                 copies = [
@@ -211,11 +219,35 @@ class Snapshot:
         place = self._alike.get(identity)
         if place is None:
             place = self._alike[identity] = _Copied(len(self._sources))
-            offset = -(-max(self.size, HEADER_BYTES) // _ALIGN_BYTES) * _ALIGN_BYTES
-            self._offsets.append(offset)
+            self._offsets.append(self._end)
             self._sources.append(tensor)
-            self.size = offset + count * tensor.itemsize
+            self._end += -(-count * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
         return place
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Hold off the cyclic garbage collector: thousands of new objects would have it walk the whole heap, for nothing."""
+    global _gc_to_resume  # noqa: PLW0603 -- as is the collector's own switch
+    if not gc.isenabled():
+        yield
+        return
+    _gc_to_resume = True
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        _gc_to_resume = False
+
+
+def _resume_gc() -> None:
+    """In a child forked meanwhile by another thread, nobody else would."""
+    if _gc_to_resume:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_gc)
 
 
 def join_dtensor(kind: type[DTensor], spec: DTensorSpec, parts: list[torch.Tensor]) -> DTensor:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, raw_pieces, unpack_crcs
 from dcp_s3._checkpoint.layout import CheckpointUrl, check_relative, join_id, manifest_name, parse_url, record_name
 from dcp_s3._checkpoint.manifest import Manifest
@@ -42,7 +43,6 @@ from dcp_s3.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from dcp_s3.writer import deadline_s
 
 if TYPE_CHECKING:
     import os
@@ -135,7 +135,7 @@ class S3StorageReader(StorageReader):
         url = getattr(self._local, "url", None) or self._base
         return None if url is None else str(url)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401, ARG002 -- DCP's signature
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 -- DCP's signature
         """Read and check the commit record.
 
         Args:
@@ -158,7 +158,7 @@ class S3StorageReader(StorageReader):
         metadata.storage_meta.load_id = load.sha256[:32]
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Keep the metadata that the plan will be made from."""
         load = self._current()
         load.metadata = metadata
@@ -199,9 +199,7 @@ class S3StorageReader(StorageReader):
         return load
 
     def _store(self, load: _Load) -> ControlStore:
-        return ControlStore(
-            self._config, load.url.bucket, deadline=load.deadline, rank=load.rank, counter=load.counter
-        )
+        return ControlStore(self._config, load.url.bucket, deadline=load.deadline, rank=load.rank, counter=load.counter)
 
     def _read_record(self, load: _Load) -> Metadata:
         store = self._store(load)
@@ -439,14 +437,18 @@ def _check_weights_only(stream: io.BytesIO, source: str) -> None:
             "trust whoever wrote this checkpoint, use S3StorageReader(trust_pickle=True)"
         ) from error
     except Exception as error:
-        raise CorruptCheckpointError(f"{source} does not hold a torch.save record: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(
+            f"{source} does not hold a torch.save record: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _load_record(stream: io.BytesIO, source: str) -> torch.Tensor:
     try:
         value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CorruptCheckpointError(f"{source} does not hold a torch.save record: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(
+            f"{source} does not hold a torch.save record: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(value, torch.Tensor):
         raise CorruptCheckpointError(f"{source} holds a {type(value).__name__}, expected a tensor")
     return value

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -21,6 +20,7 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.commit import Observed, commit, delete_replaced, observe
+from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
     join_id,
@@ -52,10 +52,6 @@ __all__ = ["S3StorageWriter"]
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_DEADLINE_S: Final = 1500.0
-"""Deadline of a save or load without a process group whose time-out could be read."""
-_OF_GROUP: Final = 0.9
-"""Share of the process group's time-out that is the default deadline: peers must hear of a failure before it."""
 _RECORD_OVERHEAD: Final = 2048
 """Upper estimate of what a record adds to its tensor's bytes; measured 1,577."""
 
@@ -146,12 +142,14 @@ class S3StorageWriter(StorageWriter):
             url = save.url if save is not None else self._base
         return None if url is None else str(url)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin a save: everything that belongs to one save is made here, since DCP does not always call ``reset``."""
         url = getattr(self._local, "next_url", None) or self._base
         self._local.next_url = None
         if url is None:
-            raise ConfigError("nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id")
+            raise ConfigError(
+                "nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id"
+            )
         rank = int(kwargs.get("rank") or 0)
         deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
         counter = Counter()
@@ -281,7 +279,9 @@ class S3StorageWriter(StorageWriter):
             raise StorageError(
                 f"the store does not honour {lacking} and conditional_commit='required': two writers could overwrite each other"
             ).with_context(rank=save.rank, bucket=save.url.bucket)
-        _log.warning("the store does not honour %s: two writers that race for %s may overwrite each other", lacking, save.url)
+        _log.warning(
+            "the store does not honour %s: two writers that race for %s may overwrite each other", lacking, save.url
+        )
         return conditions
 
     def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -324,37 +324,6 @@ class S3StorageWriter(StorageWriter):
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
 
 
-def deadline_s(configured: float | None, name: str) -> float:
-    """The deadline of a save or load: shorter than the process group's time-out, so that peers hear why it failed.
-
-    Args:
-        configured: Seconds, or ``None`` for 0.9 x the group's time-out, or 1,500 without one.
-        name: Setting that is named in the error.
-
-    Raises:
-        ConfigError: The configured deadline is not shorter than the group's time-out.
-    """
-    group = _group_timeout_s()
-    if configured is None:
-        return _OF_GROUP * group if group is not None else DEFAULT_DEADLINE_S
-    if group is not None and configured >= group:
-        raise ConfigError(
-            f"{name}={configured:g} s must be less than the process group's time-out of {group:g} s: the other ranks would "
-            "give up before they hear why this one failed"
-        )
-    return configured
-
-
-def _group_timeout_s() -> float | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    try:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001
-        return float(backend.options._timeout.total_seconds())  # noqa: SLF001 -- torch has no public way to ask
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def _bytes_first(items: list[WriteItem]) -> list[WriteItem]:
     """BYTE_IO items first: only resolving tells their size, and the objects they hold are the planner's copies."""
     return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
@@ -377,7 +346,8 @@ def _attach(results: list[WriteResult], receipts: list[ObjectReceipt], url: Chec
     if results:
         prefix = len(url.key(""))
         results[0].storage_data.__dict__["objects"] = [
-            (receipt.key[prefix:], receipt.size, receipt.etag, receipt.part_bytes, receipt.crc32c) for receipt in receipts
+            (receipt.key[prefix:], receipt.size, receipt.etag, receipt.part_bytes, receipt.crc32c)
+            for receipt in receipts
         ]
 
 
@@ -411,6 +381,6 @@ def _portable(error: BaseException, rank: int) -> BaseException:
 
 
 def _version() -> str:
-    from dcp_s3 import __version__  # noqa: PLC0415 -- the package imports this module lazily
+    from dcp_s3 import __version__
 
     return __version__

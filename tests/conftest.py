@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests.servers import (
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 # Before the environment is cleared: standard AWS variables may carry the credentials.
 EXTERNAL = external_endpoint(os.environ)
+
+# A busy machine is slow, not wrong; a failure prints what repeats it.
+hypothesis.settings.register_profile(
+    "dcp_s3", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("dcp_s3")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -190,10 +190,14 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
     try:
         manifest = Manifest.from_json(store.get(name).body, source=name)
     except DcpS3Error as error:
-        _log.warning("the replaced checkpoint's manifest %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error)
+        _log.warning(
+            "the replaced checkpoint's manifest %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error
+        )
         return 0
     keys = [url.key(entry.key) for entry in manifest.objects]
-    with ThreadPoolExecutor(max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete") as pool:
+    with ThreadPoolExecutor(
+        max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete"
+    ) as pool:
         failures = sum(pool.map(lambda key: _delete(store, key), keys))
     return failures + (_delete(store, name) if not failures else 0)
 

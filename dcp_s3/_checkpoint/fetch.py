@@ -153,7 +153,9 @@ def unpack_crcs(packed: bytes | None, nbytes: int, *, source: str) -> tuple[int,
         return ()
     count = -(-nbytes // CRC_CHUNK_BYTES)
     if len(packed) != 4 * count:
-        raise CorruptCheckpointError(f"{source} has {len(packed)} bytes of CRCs for {nbytes} bytes of data, expected {4 * count}")
+        raise CorruptCheckpointError(
+            f"{source} has {len(packed)} bytes of CRCs for {nbytes} bytes of data, expected {4 * count}"
+        )
     return struct.unpack(f"<{count}I", packed)
 
 
@@ -191,7 +193,13 @@ def raw_pieces(
     count = lengths[0] if sizes else 1
     whole_rows = list(lengths[1:]) == list(sizes[1:])
     memory = None
-    if whole_rows and target.is_cpu and target.dtype == dtype and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
+    if (
+        whole_rows
+        and target.is_cpu
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    ):
         memory = memory_of(target)
     step = max(1, READ_BYTES // row_bytes)
     if memory is not None and row_bytes * count > READ_BYTES:
@@ -213,7 +221,13 @@ def raw_pieces(
 
 
 def _direct_pieces(
-    key: str, data_start: int, total: int, crcs: tuple[int, ...], low: int, memory: memoryview, item: Any  # noqa: ANN401
+    key: str,
+    data_start: int,
+    total: int,
+    crcs: tuple[int, ...],
+    low: int,
+    memory: memoryview,
+    item: Any,  # noqa: ANN401
 ) -> list[Piece]:
     """Cut at multiples of the read size in the record, so that only the two ends can need bytes for their CRC."""
     pieces = []
@@ -228,7 +242,13 @@ def _direct_pieces(
 
 
 def _extended(
-    key: str, data_start: int, total: int, crcs: tuple[int, ...], low: int, high: int, item: Any  # noqa: ANN401
+    key: str,
+    data_start: int,
+    total: int,
+    crcs: tuple[int, ...],
+    low: int,
+    high: int,
+    item: Any,  # noqa: ANN401
 ) -> Piece:
     start, end = low, high
     if crcs:
@@ -251,7 +271,7 @@ def _extended(
 class _Copy:
     """Copies a box out of received rows: for other devices, strides, dtypes, and columns."""
 
-    __slots__ = ("_box", "_dtype", "_length", "_lead", "_part", "_shape")
+    __slots__ = ("_box", "_dtype", "_lead", "_length", "_part", "_shape")
 
     def __init__(
         self, piece: Piece, dtype: torch.dtype, shape: list[int], box: tuple[list[int], list[int]], part: torch.Tensor
@@ -260,7 +280,7 @@ class _Copy:
         self._dtype, self._shape, self._box, self._part = dtype, shape, box, part
 
     def __call__(self, data: memoryview) -> None:
-        import torch  # noqa: PLC0415 -- already loaded: a target is a tensor
+        import torch
 
         aligned = bytearray(data[self._lead : self._lead + self._length])
         rows = torch.frombuffer(aligned, dtype=torch.uint8).view(self._dtype).view(self._shape)

@@ -48,7 +48,7 @@ _ROOM_FOR_NAMES: Final = 64
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _S3 = re.compile(r"s3:/{1,2}(?=[^/])")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_BUCKET = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _WRITE_ID = re.compile(r"[0-9a-f]{32}")

@@ -77,8 +77,6 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton:
 def _skeleton(dtype: torch.dtype, shape: tuple[int, ...], alignment: int) -> Skeleton:  # noqa: ARG001 -- part of the key
     tensor = torch.empty(shape, dtype=dtype)
     raw_bytes = tensor.untyped_storage().nbytes()
-    if raw_bytes < SMALL_BYTES:
-        tensor.untyped_storage().fill_(0)
     capture = _Capture(raw_bytes)
     _save_without_crc(tensor, capture)
     record = capture.joined()
@@ -184,5 +182,7 @@ def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.cpu().contiguous() if tensor.device.type != "cpu" else tensor.contiguous()
     except (RuntimeError, NotImplementedError):
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.element_size()]
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+            tensor.element_size()
+        ]
         return tensor.view(width).cpu().contiguous().view(tensor.dtype)

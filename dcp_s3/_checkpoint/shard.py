@@ -76,7 +76,9 @@ class ShardWriter:
         part_bytes: Size of an upload part.
     """
 
-    def __init__(self, plane: DataPlane, job: Job, url: CheckpointUrl, token: str, rank: int, *, part_bytes: int) -> None:
+    def __init__(
+        self, plane: DataPlane, job: Job, url: CheckpointUrl, token: str, rank: int, *, part_bytes: int
+    ) -> None:
         self._plane = plane
         self._job = job
         self._url = url
@@ -202,7 +204,7 @@ class ShardWriter:
         torch's caching host allocator hands the same pinned blocks out again: with the budget it is a bounded ring.
         """
         assert self._upload is not None  # noqa: S101
-        stream = torch.cuda.Stream(tensor.device)
+        stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         ready: tuple[torch.Tensor, torch.cuda.Event] | None = None
         for piece in row_major_slices(tensor, COPY_BYTES):
@@ -210,7 +212,7 @@ class ShardWriter:
             with torch.cuda.stream(stream):
                 host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
                 host.copy_(plain(piece), non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 event.record(stream)
             if ready is not None:
                 ready[1].synchronize()

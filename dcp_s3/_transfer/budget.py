@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+
 class ByteBudget:
     """A counting semaphore in bytes, for any thread.
 

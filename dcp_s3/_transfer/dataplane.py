@@ -173,7 +173,8 @@ class DataPlane:
                 return await attempt()
             return await retry.acall(attempt, self.config.retry, deadline=job.deadline, counter=job.counter)
         except DcpS3Error as error:
-            raise error.with_context(rank=job.rank, operation=operation, bucket=job.bucket, key=key, part=part)
+            error.with_context(rank=job.rank, operation=operation, bucket=job.bucket, key=key, part=part)
+            raise
 
     async def _watched(self, request: asyncio.Future[T], progress: Progress, nbytes: int, job: Job) -> T:
         """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips."""
@@ -321,7 +322,9 @@ class DataPlane:
                 raise retry.unavailable("the reply to CompleteMultipartUpload is empty")
 
         params = {"UploadId": upload_id, "MultipartUpload": {"Parts": entries}} | encryption(self.config, write=False)
-        await self._call(job, "CompleteMultipartUpload", "complete_multipart_upload", key, params, once=True, check=check)
+        await self._call(
+            job, "CompleteMultipartUpload", "complete_multipart_upload", key, params, once=True, check=check
+        )
 
     async def abort_upload(self, job: Job, key: str, upload_id: str) -> None:
         """Abort a multipart upload; one that is gone is no error."""
@@ -370,7 +373,9 @@ class DataPlane:
             if not ranged and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") != 200:
                 raise retry.unavailable("a partial reply without Content-Range")
             if etag is not None and _bare(str(reply.get("ETag", ""))) != _bare(etag):
-                raise CorruptCheckpointError(f"the object changed while it was read (ETag {reply.get('ETag')}, was {etag})")
+                raise CorruptCheckpointError(
+                    f"the object changed while it was read (ETag {reply.get('ETag')}, was {etag})"
+                )
 
         params = {"Range": f"bytes={start}-{end - 1}"} | encryption(self.config, write=False)
         try:

@@ -148,7 +148,9 @@ class Downloader(Generic[T]):
             raise self._job.deadline.error("loading").with_context(rank=self._job.rank, operation="GetObject")
         quiet = time.monotonic() - self._job.progress.last
         if quiet > self._plane.config.stall_limit_s:
-            stalled = DeadlineExceededError(f"no byte has arrived for {quiet:.0f} s (stall_limit_s); the store or the network is stuck")
+            stalled = DeadlineExceededError(
+                f"no byte has arrived for {quiet:.0f} s (stall_limit_s); the store or the network is stuck"
+            )
             raise stalled.with_context(rank=self._job.rank, bucket=self._job.bucket, operation="GetObject")
 
     def _cancel(self) -> None:

@@ -30,14 +30,43 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DENIED: Final = frozenset(
-    "AccessDenied AccountProblem AllAccessDisabled AuthorizationHeaderMalformed ExpiredToken Forbidden InvalidAccessKeyId "
-    "InvalidClientTokenId InvalidSecurity InvalidToken NotSignedUp SignatureDoesNotMatch TokenRefreshRequired "
-    "UnauthorizedAccess UnrecognizedClientException".split()
+    [
+        "AccessDenied",
+        "AccountProblem",
+        "AllAccessDisabled",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+        "Forbidden",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "NotSignedUp",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+        "UnauthorizedAccess",
+        "UnrecognizedClientException",
+    ]
 )
 _PASSING: Final = frozenset(
-    "BadDigest BandwidthLimitExceeded ConditionalRequestConflict IncompleteBody InternalError OperationAborted "
-    "RequestLimitExceeded RequestThrottled RequestTimeout RequestTimeoutException ServiceUnavailable SlowDown Throttling "
-    "ThrottlingException TooManyRequests XAmzContentChecksumMismatch".split()
+    [
+        "BadDigest",
+        "BandwidthLimitExceeded",
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentChecksumMismatch",
+    ]
 )
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _CLOCK: Final = "RequestTimeTooSkewed"
@@ -71,7 +100,9 @@ def translate(
         made = _from_reply(error)
     elif isinstance(error, (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)):
         made = mark(
-            AccessDeniedError(f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"),
+            AccessDeniedError(
+                f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"
+            ),
             tries=_CREDENTIAL_TRIES,
         )
     elif isinstance(error, (PartialCredentialsError, ProfileNotFound)):
@@ -173,5 +204,7 @@ def is_precondition_failed(error: BaseException) -> bool:
 def is_refused_as_unknown(error: BaseException) -> bool:
     """Whether the store refused the form of a request (a header it does not know) rather than its content."""
     return (
-        isinstance(error, StorageError) and not isinstance(error, AccessDeniedError) and error.status in (400, 405, 411, 501)
+        isinstance(error, StorageError)
+        and not isinstance(error, AccessDeniedError)
+        and error.status in (400, 405, 411, 501)
     )

@@ -51,7 +51,8 @@ class ViewsPayload(payload.Payload):
         super().__init__(views, content_type="application/octet-stream")
         self._views = views
         self._progress = progress
-        self._size = sum(len(view) for view in views)
+        self._total = sum(len(view) for view in views)
+        self._size = self._total
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Bodies of this kind are never text."""
@@ -63,7 +64,7 @@ class ViewsPayload(payload.Payload):
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         """Write the views, at most ``content_length`` bytes of them."""
-        left = self._size if content_length is None else min(self._size, content_length)
+        left = self._total if content_length is None else min(self._total, content_length)
         for view in self._views:
             for offset in range(0, min(len(view), left), SLICE_BYTES):
                 piece = view[offset : min(offset + SLICE_BYTES, left)]

@@ -70,7 +70,13 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
         known = _known.get(place)
         if known is None:
             known = _known[place] = _probe(store, key)
-            _log.info("conditional PUTs at %s/%s: create=%s replace=%s", place[0] or "AWS", *place[2:], known.create, known.replace)
+            _log.info(
+                "conditional PUTs at %s/%s: create=%s replace=%s",
+                place[0] or "AWS",
+                *place[2:],
+                known.create,
+                known.replace,
+            )
         return known
 
 

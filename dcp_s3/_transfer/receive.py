@@ -125,7 +125,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 -- the sink knows better
+    def get_buffer(self, sizehint: int) -> memoryview:
         if self._into_sink and self._sink is not None and self._sink.filled < self._sink.length:
             return self._sink.buffer()
         if self._reply is not None:

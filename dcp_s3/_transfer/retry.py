@@ -113,9 +113,9 @@ def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | 
         _log.debug("attempt %d failed, next in %.2f s: %s", state.attempt_number, state.upcoming_sleep, error)
 
     def give_up(state: tenacity.RetryCallState) -> Any:  # noqa: ANN401 -- always raises
-        error = state.outcome.exception() if state.outcome else None
-        if not isinstance(error, DcpS3Error):
-            raise AssertionError from error
+        assert state.outcome is not None  # noqa: S101 -- tenacity calls this behind an attempt
+        error = state.outcome.exception()
+        assert isinstance(error, DcpS3Error)  # noqa: S101 -- nothing else is repeated
         error.with_context(attempts=state.attempt_number)
         if deadline is not None and deadline.remaining() <= state.upcoming_sleep:
             late = deadline.error(f"repeating a failing request ({error.message})")
@@ -163,8 +163,6 @@ async def acall(
     """:func:`call` for coroutine functions: each attempt has ended, and its connection is closed, before the next."""
     result: T = await tenacity.AsyncRetrying(**_options(policy, deadline, counter))(function)
     return result
-
-
 
 
 def unavailable(message: str) -> StorageError:

@@ -79,7 +79,7 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         )
         return AioAWSResponse(request.url, reply.status, reply.headers, reply)
 
-    async def __aexit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # noqa: ANN401
+    async def __aexit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

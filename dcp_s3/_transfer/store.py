@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +19,9 @@ from dcp_s3._transfer.portal import on_fork
 from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
+    import datetime as dt
+    from collections.abc import Iterator
+
     from dcp_s3._transfer.retry import Counter, Deadline
     from dcp_s3.config import S3Config
 
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 
-
 DEFAULT_REGION: Final = "us-east-1"
 _AGENT: Final = "dcp-s3"
 
@@ -47,7 +47,7 @@ class ObjectInfo:
     key: str
     size: int
     etag: str
-    last_modified: datetime.datetime | None = None
+    last_modified: dt.datetime | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ class Fetched:
 
     body: bytes
     info: ObjectInfo
-    server_time: datetime.datetime | None = None
+    server_time: dt.datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class UploadInfo:
 
     key: str
     upload_id: str
-    initiated: datetime.datetime | None = None
+    initiated: dt.datetime | None = None
 
 
 def boto_options(config: S3Config, *, path_style: bool) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ControlStore:
         self._deadline = deadline
         self._rank = rank
         self._counter = counter
-        self._server_time: datetime.datetime | None = None
+        self._server_time: dt.datetime | None = None
         self._turn = 0
 
     def _call(
@@ -227,7 +227,8 @@ class ControlStore:
                 return attempt()
             return retry.call(attempt, self.config.retry, deadline=self._deadline, counter=self._counter)
         except DcpS3Error as error:
-            raise error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
+            error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
+            raise
 
     def _note_time(self, reply: dict[str, Any]) -> None:
         date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
@@ -252,7 +253,9 @@ class ControlStore:
         Raises:
             StorageError: It is missing (``is_missing``), or another failure.
         """
-        return _info(key, self._call("HeadObject", "head_object", key, {"Key": key} | encryption(self.config, write=False)))
+        return _info(
+            key, self._call("HeadObject", "head_object", key, {"Key": key} | encryption(self.config, write=False))
+        )
 
     def put(
         self,
@@ -331,7 +334,10 @@ class ControlStore:
             page = self._call("ListObjectsV2", "list_objects_v2", prefix, params)
             yield page
             token = page.get("NextContinuationToken")
-            seen = [*(x["Key"] for x in page.get("Contents", ())), *(x["Prefix"] for x in page.get("CommonPrefixes", ()))]
+            seen = [
+                *(x["Key"] for x in page.get("Contents", ())),
+                *(x["Prefix"] for x in page.get("CommonPrefixes", ())),
+            ]
             if not page.get("IsTruncated") or not (token or seen):
                 return
             last = max(seen, default=last)
@@ -355,7 +361,7 @@ class ControlStore:
             if error.status != 404:
                 raise
 
-    def server_time(self) -> datetime.datetime:
+    def server_time(self) -> dt.datetime:
         """The store's clock at its last reply, as a time with zone.
 
         Raises:
@@ -392,7 +398,7 @@ def _read_all(body: Any, expected: int | None) -> bytes:  # noqa: ANN401 -- boto
 
 
 def _md5(body: bytes) -> str:
-    import base64  # noqa: PLC0415 -- only for stores that insist
-    import hashlib  # noqa: PLC0415
+    import base64
+    import hashlib
 
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode("ascii")

@@ -202,7 +202,11 @@ class ObjectUpload:
             with self._changed:
                 self._pending.discard(future)
                 error = future.exception()
-                if error is not None and self._failure is None and not isinstance(error, concurrent.futures.CancelledError):
+                if (
+                    error is not None
+                    and self._failure is None
+                    and not isinstance(error, concurrent.futures.CancelledError)
+                ):
                     self._failure = error
                 self._changed.notify_all()
 
@@ -227,7 +231,9 @@ class ObjectUpload:
             stalled = DeadlineExceededError(
                 f"no byte has moved for {quiet:.0f} s (stall_limit_s); the store or the network is stuck"
             )
-            raise stalled.with_context(rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart")
+            raise stalled.with_context(
+                rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
+            )
 
     def _wait_a_moment(self) -> None:
         with self._changed:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,7 +118,7 @@ def test_an_endpoint_is_plain_data(endpoint: Endpoint) -> None:
     assert endpoint.environ()["AWS_ENDPOINT_URL_S3"] == endpoint.endpoint_url
 
 
-def test_a_killed_seaweedfs_comes_back_with_its_data(tmp_path: Any) -> None:
+def test_a_killed_seaweedfs_comes_back_with_its_data(tmp_path: Path) -> None:
     """SIGKILL and a new start leave the acknowledged bytes readable at the same endpoint."""
     server = SeaweedFS(tmp_path / "weed")
     with server as endpoint, fresh_bucket(endpoint) as place:
@@ -124,3 +129,27 @@ def test_a_killed_seaweedfs_comes_back_with_its_data(tmp_path: Any) -> None:
         assert again.pid != endpoint.pid
         assert place.get("kept") == b"acknowledged"
     assert not (tmp_path / "weed").exists()
+
+
+RUN_THAT_IS_KILLED = """
+import os, pathlib, signal, sys
+from tests.servers import SeaweedFS
+with SeaweedFS(pathlib.Path(sys.argv[1])) as endpoint:
+    print(endpoint.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
+    """When the test run dies by SIGKILL, its servers and their data go too."""
+    data = tmp_path / "weed"
+    run = subprocess.run(
+        [sys.executable, "-c", RUN_THAT_IS_KILLED, str(data)], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    status = Path(f"/proc/{int(run.stdout)}/status")
+    deadline = time.monotonic() + 30
+    while data.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not data.exists()
+    assert not status.exists() or "State:\tZ" in status.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime as dt
 import hashlib
@@ -80,12 +81,11 @@ def test_objects_come_back_as_they_were_stored(make: type[FaultServer], tls: boo
         assert server.requests("GetObject", status=200)[0].reply_bytes == len(data)
 
 
-async def test_multipart_over_https_with_the_data_plane_client():
+def test_multipart_over_https_with_the_data_plane_client():
     """Parts sent concurrently by aiobotocore make one object with the composite CRC32C and an ETag of AWS's form."""
-    import asyncio
-
     parts = [os.urandom(5 * MIB), os.urandom(5 * MIB), os.urandom(123)]
-    with FaultServer(tls=True) as server:
+
+    async def send(server: Handle) -> dict[str, Any]:
         config = {
             **arguments(server),
             "config": AioConfig(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
@@ -93,16 +93,18 @@ async def test_multipart_over_https_with_the_data_plane_client():
         async with get_session().create_client("s3", **config) as c:
             made = await c.create_multipart_upload(Bucket=B, Key="k", ChecksumAlgorithm="CRC32C")
             same = {"Bucket": B, "Key": "k", "UploadId": made["UploadId"]}
+            sums = [{"ChecksumCRC32C": crc32c(part)} for part in parts]
             sent = await asyncio.gather(
-                *(c.upload_part(**same, PartNumber=n, Body=p, ChecksumCRC32C=crc32c(p)) for n, p in enumerate(parts, 1))
+                *(c.upload_part(**same, PartNumber=n, Body=parts[n - 1], **sums[n - 1]) for n in (1, 2, 3))
             )
-            listed = [
-                {"PartNumber": n, "ETag": reply["ETag"], "ChecksumCRC32C": crc32c(parts[n - 1])}
-                for n, reply in enumerate(sent, 1)
-            ]
+            listed = [{"PartNumber": n, "ETag": sent[n - 1]["ETag"], **sums[n - 1]} for n in (1, 2, 3)]
             done = await c.complete_multipart_upload(**same, MultipartUpload={"Parts": listed})
             read = await c.get_object(Bucket=B, Key="k")
             assert await read["Body"].read() == b"".join(parts)
+            return dict(done)
+
+    with FaultServer(tls=True) as server:
+        done = asyncio.run(send(server))
         whole = crc32c(b"".join(base64.b64decode(crc32c(part)) for part in parts))
         assert done["ChecksumCRC32C"] == f"{whole}-3"
         assert done["ETag"].strip('"').endswith("-3")

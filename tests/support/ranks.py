@@ -179,8 +179,8 @@ class _Rank:
         self.pipe.close()
 
     def kill(self) -> None:
-        """Kill the rank and what it started, unless it ended by itself."""
-        if self.process.exitcode is None or self.process.exitcode < 0:
+        """Kill the rank and what it started, unless it ended as it should."""
+        if self.process.exitcode != 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()

@@ -1,4 +1,4 @@
-"""A scripted, in-memory S3 server for fault tests: HTTP and HTTPS, a request log, faults by operation and n-th call.
+r"""A scripted, in-memory S3 server for fault tests: HTTP and HTTPS, a request log, faults by operation and n-th call.
 
 Start
     ``FaultServer`` runs on an event loop of its own in a daemon thread; ``FaultServerProcess`` is the same in a child
@@ -19,7 +19,7 @@ Faults
         s3.on("UploadPart", error(503, "SlowDown", retry_after=1), part=2, nth=1)
         s3.on(("PutObject", "UploadPart"), s3_error("InternalError"), key="/data/", since=5)
         s3.on("*", error(500, "InternalError"), probability=0.05)
-        s3.on("PutObject", drop_reply(), key=r"\\.metadata$", times=1)  # commit, then no reply
+        s3.on("PutObject", drop_reply(), key=r"\.metadata$", times=1)  # commit, then no reply
 
     match: ``key`` (regular expression), ``part``, ``access_key`` (give each rank its own id), ``endpoint``,
     ``header=(name, regex)``; of the matching requests: ``nth``, ``since``, ``times``, ``probability``.
@@ -32,7 +32,7 @@ Faults
 Gates
     A gate holds requests at a stage until the test lets them go, for races and crashes::
 
-        gate = s3.hold("PutObject", key=r"\\.metadata$", at="reply")  # done, not yet answered
+        gate = s3.hold("PutObject", key=r"\.metadata$", at="reply")  # done, not yet answered
         gate.wait_arrived(count=2)
         os.kill(pid, signal.SIGKILL)
         gate.release()  # or release(1): one request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,10 +38,16 @@ def arguments(server: Handle, *, access_key: str | None = "RANK0", **config: Any
     }
 
 
+@functools.cache
+def _session() -> boto3.session.Session:
+    """One session, so that the description of S3 is parsed once."""
+    return boto3.session.Session()
+
+
 @contextlib.contextmanager
 def client(server: Handle, **changes: Any) -> Iterator[Any]:
     """Yield a boto3 client and close it; ``changes`` are those of ``arguments``."""
-    opened = boto3.session.Session().client("s3", **arguments(server, **changes))
+    opened = _session().client("s3", **arguments(server, **changes))
     try:
         yield opened
     finally:

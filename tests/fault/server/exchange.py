@@ -38,7 +38,7 @@ class Exchange:
         except _Ended:
             self._keep_alive = False
         except PeerClosedError:
-            record.outcome = "client closed" if record.outcome == "in flight" else record.outcome
+            self._on_close()
             self._keep_alive = False
         except BadRequestError:
             record.outcome, self._keep_alive = "bad request", False
@@ -49,6 +49,8 @@ class Exchange:
 
     def _on_close(self) -> None:
         """The attempt ends for the client when its connection ends, whatever the server still does."""
+        if self._record.outcome == "in flight":
+            self._record.outcome = "client closed"
         self._finish()
 
     def _finish(self) -> None:

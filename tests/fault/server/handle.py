@@ -116,7 +116,7 @@ class Handle(abc.ABC):
         return str(self.command("add_rule", match=fields, action=action.to_json(), name=name))
 
     def spoil_connections(self, how: ConnectFault, times: int = 1, *, endpoint: int = 0) -> None:
-        """Spoil the next connections before TLS or HTTP begins: "reset", "garbage" or "hang"."""
+        """Answer the first bytes of the next connections with a "reset" or "garbage", or never ("hang")."""
         self.command("spoil_connections", how=how, times=times, endpoint=endpoint)
 
     def go_offline(self, endpoint: int = 0) -> None:
@@ -175,8 +175,8 @@ class Handle(abc.ABC):
         Args:
             ignore: Checks to leave out, of: overlapping-part, overlapping-complete, parts-in-flight, too-many-parts,
                 part-order, unequal-parts, empty-last-part, forbidden-operation, aws-chunked, request-age, open-upload.
-            tolerance_s: Overlaps shorter than this are not reported: closing one connection and sending on another
-                reach the server in either order.
+            tolerance_s: By how much an attempt that the client closed may overlap its retry: closing one connection
+                and sending on another reach the server in either order.
         """
         found: list[str] = self.command("violations", tolerance_s=tolerance_s)
         return [line for line in found if line.partition(":")[0] not in ignore]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 from collections import deque
@@ -29,7 +28,6 @@ class Listener:
         self._accepting: asyncio.Task[None] | None = None
         self._welcoming: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
-        self._hanging: list[socket.socket] = []
 
     async def open(self, port: int) -> None:
         """Bind and accept; port 0 takes a free one, which is kept when going online again."""
@@ -49,9 +47,6 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        for waiting in self._hanging:
-            waiting.close()
-        self._hanging.clear()
         await _cancelled(list(self._welcoming))
         for connection in list(self._connections):
             connection.reset()
@@ -67,22 +62,28 @@ class Listener:
             counters["accepted"] += 1
             if self.connect_faults:
                 counters["refused"] += 1
-                self._spoil(accepted, self.connect_faults.popleft())
-                continue
-            task = loop.create_task(self._welcome(accepted, counters["accepted"]))
+                task = loop.create_task(self._spoil(accepted, self.connect_faults.popleft()))
+            else:
+                task = loop.create_task(self._welcome(accepted, counters["accepted"]))
             self._welcoming.add(task)
             task.add_done_callback(self._welcoming.discard)
 
-    def _spoil(self, accepted: socket.socket, fault: ConnectFault) -> None:
-        if fault == "hang":
-            self._hanging.append(accepted)
-            return
-        if fault == "reset":
-            reset_socket(accepted)
-        else:
-            with contextlib.suppress(OSError):
-                accepted.send(b"\x00this is neither TLS nor HTTP\r\n\r\n")
-        accepted.close()
+    async def _spoil(self, accepted: socket.socket, fault: ConnectFault) -> None:
+        """Answer the client's first bytes with a reset or with garbage, or never."""
+        accepted.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            if fault == "hang":
+                await loop.create_future()
+            await loop.sock_recv(accepted, 1)
+            if fault == "reset":
+                reset_socket(accepted)
+            else:
+                await loop.sock_sendall(accepted, b"\x00this is neither TLS nor HTTP\r\n\r\n")
+        except OSError:
+            pass  # the client was quicker
+        finally:
+            accepted.close()
 
     async def _welcome(self, accepted: socket.socket, number: int) -> None:
         loop, counters = asyncio.get_running_loop(), self.core.counters

@@ -38,6 +38,7 @@ class Policy:
             if must_sign and not (settings.public_read and request.operation in _READS):
                 raise S3Error("AccessDenied", "Access Denied")
         else:
+            self._requests[signer] = self._requests.get(signer, 0) + 1
             if settings.access_keys is not None and signer not in settings.access_keys:
                 raise S3Error("InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
             if signer in settings.key_errors:
@@ -54,7 +55,7 @@ class Policy:
 
     def _expire(self, store: Store, signer: str) -> None:
         settings = store.settings
-        count = self._requests[signer] = self._requests.get(signer, 0) + 1
+        count = self._requests[signer]
         first = self._first_seen.setdefault(signer, time.monotonic())
         limit, life = settings.expire_after_requests.get(signer), settings.expire_after_s.get(signer)
         if (limit is not None and count > limit) or (life is not None and time.monotonic() - first > life):

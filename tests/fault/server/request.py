@@ -230,6 +230,8 @@ def _signer(headers: Mapping[str, str], query: Mapping[str, str]) -> tuple[str |
     if "X-Amz-Credential" in query:
         credential, date = query["X-Amz-Credential"], query.get("X-Amz-Date", "")
         expires = float(query.get("X-Amz-Expires", "0"))
+    elif "AWSAccessKeyId" in query:  # the presigned form of the older signature
+        return query["AWSAccessKeyId"], float(query.get("Expires", "0")), 0.0
     else:
         found = re.search(r"Credential=([^,\s]+)", headers.get("authorization", ""))
         if found is None:

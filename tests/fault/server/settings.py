@@ -79,7 +79,7 @@ class Settings:
     key_errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Access key id -> S3 code that answers each of its requests, e.g. {"OLD": "ExpiredToken"}."""
     expire_after_requests: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Access key id -> number of requests after which it gets ExpiredToken."""
+    """Access key id -> number of requests, since the server's start, after which it gets ExpiredToken."""
     expire_after_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Access key id -> seconds after its first request from which it gets ExpiredToken."""
     allowed_operations: tuple[str, ...] | None = None

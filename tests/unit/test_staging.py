@@ -1,0 +1,657 @@
+"""The stager: what it copies, when it writes to a buffer again, and that it never raises."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import copy
+import gc
+import io
+import os
+import pickle
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_s3 import _staging_buffers, staging
+from dcp_s3._staging_crossing import FAILURE_KEY
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
+
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:dcp_s3-staging", re.MULTILINE)
+
+
+def mapped_blocks():
+    """Bytes of each mapping of a staging block in this process, by its start and inode."""
+    maps = Path("/proc/self/maps").read_text()
+    return {(start, int(inode)): int(end, 16) - int(start, 16) for start, end, inode in _MAPPING.findall(maps)}
+
+
+def open_blocks():
+    """Inodes of the staging blocks that this process holds a descriptor of."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            if "memfd:dcp_s3-staging" in os.readlink(f"/proc/self/fd/{fd}"):
+                inodes.add(os.stat(int(fd)).st_ino)
+    return inodes
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_left():
+    """Whatever a test did, no block outlives its tensors and its stager, and that without the cyclic collector."""
+    yield
+    assert not mapped_blocks()
+    assert not open_blocks()
+    assert not _staging_buffers._leases
+
+
+def address(staged):
+    """Where the first tensor of a staged state dict lies."""
+    return next(value for value in staged.values() if isinstance(value, torch.Tensor)).data_ptr()
+
+
+def release(staged):
+    """What write_data does in the end: hand back the leases of what it wrote."""
+    for value in staged.values():
+        lease = lease_of(value) if isinstance(value, torch.Tensor) else None
+        if lease is not None:
+            lease.release()
+
+
+def failure(staged):
+    """The error inside a failed staging."""
+    assert list(staged) == [FAILURE_KEY]
+    with pytest.raises(DcpS3Error) as caught:
+        staged[FAILURE_KEY].__create_write_items__(FAILURE_KEY, staged[FAILURE_KEY])
+    return str(caught.value)
+
+
+def bits(tensor):
+    """The bytes of a tensor, row-major; by itself, not by copy_, for dtypes that lack it."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.itemsize == 16:
+        return torch.view_as_real(tensor).reshape(-1).view(torch.uint8)
+    return tensor.detach().view(integers[tensor.itemsize]).reshape(-1).view(torch.uint8)
+
+
+# --------------------------------------------------------------------------------------------------- what is copied
+
+
+def test_nothing_written_afterwards_is_seen():
+    """Tensors, lists, dicts, BytesIOs and objects that the caller changes after stage() keep their values in the staged dict."""
+    tensor, array, stream, numbers = torch.zeros(100_000), bytearray(b"old"), io.BytesIO(b"old"), [1, {"two": 2}]
+    state = {"t": tensor, "nested": {"deep": [tensor[10:20], array]}, "stream": stream, "numbers": numbers}
+    staged = Stager().stage(state)
+    tensor.fill_(9)
+    array[:] = b"new"
+    stream.write(b"new")
+    numbers[1]["two"] = 3
+    numbers.append(4)
+    state["nested"]["deep"].clear()
+    state["late"] = 1
+    assert torch.equal(staged["t"], torch.zeros(100_000))
+    assert torch.equal(staged["nested"]["deep"][0], torch.zeros(10))
+    assert staged["nested"]["deep"][1] == b"old"
+    assert staged["stream"].getvalue() == b"old"
+    assert staged["numbers"] == [1, {"two": 2}]
+    assert list(staged) == ["t", "nested", "stream", "numbers"]
+
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and "quint" not in str(value)}
+    - {torch.qint8, torch.qint32},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_copied_bit_for_bit(dtype):
+    """Any bit pattern of any dtype that a tensor can have arrives unchanged, whatever the shape and the strides."""
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
+    vector = raw.view(dtype)
+    forms = {"vector": vector, "matrix": vector.view(4, 6), "transposed": vector.view(4, 6).t(), "scalar": vector[5]}
+    for form, staged in Stager().stage(forms).items():
+        assert staged.dtype is dtype
+        assert staged.shape == forms[form].shape
+        assert staged.is_contiguous()
+        assert torch.equal(bits(staged), bits(forms[form])), form
+
+
+def test_conjugate_and_negative_views_are_resolved():
+    """A lazily conjugated or negated view is staged as the values that it shows, with neither bit left on it."""
+    z = torch.randn(5, 3, dtype=torch.complex64)
+    views = {
+        "conj": z.conj(),
+        "neg": z.conj().imag,
+        "both": z.conj().t(),
+        "scalar": z[0, 0].conj(),
+        "half": z.to(torch.complex32).conj(),
+    }
+    assert views["neg"].is_neg()
+    expected = {name: view.resolve_conj().resolve_neg().clone() for name, view in views.items()}
+    staged = Stager().stage(views)
+    z.zero_()
+    for name, value in staged.items():
+        assert not value.is_conj()
+        assert not value.is_neg()
+        assert torch.equal(bits(value), bits(expected[name])), name
+
+
+def test_a_view_takes_only_its_own_bytes():
+    """Ten elements of a large tensor stage, and pickle, as forty bytes; expanded and strided views show what they showed."""
+    large = torch.arange(1_000_000, dtype=torch.float32)
+    staged = Stager().stage({"slice": large[10:20], "every third": large[::3], "expanded": large[:1].expand(7)})
+    assert staged["slice"].untyped_storage().nbytes() == 40
+    assert staged["slice"].storage_offset() == 0
+    assert staged["slice"].tolist() == list(range(10, 20))
+    assert torch.equal(staged["every third"], torch.arange(0, 1_000_000, 3, dtype=torch.float32))
+    assert staged["expanded"].tolist() == [0.0] * 7
+    saved = io.BytesIO()
+    torch.save({"nested": [staged["slice"]]}, saved)
+    assert len(saved.getvalue()) < 3000
+
+
+def test_what_is_tied_stays_tied_and_is_copied_once():
+    """One tensor object, or two equal views of one storage, become one staged tensor; different views do not."""
+    weight = torch.randn(8, 8)
+    staged = Stager().stage(
+        {
+            "a": weight,
+            "b": weight,
+            "c": weight.view(8, 8),
+            "d": {"e": weight},
+            "other": weight[:4],
+            "flat": weight.view(64),
+        }
+    )
+    assert staged["a"] is staged["b"]
+    assert staged["a"] is staged["d"]["e"]
+    assert staged["a"].data_ptr() == staged["c"].data_ptr()
+    assert len({staged[name].data_ptr() for name in ("a", "other", "flat")}) == 3
+    assert torch.equal(staged["other"], weight[:4])
+    assert torch.equal(staged["flat"], weight.view(64))
+
+
+def test_scalars_empties_and_memory_formats():
+    """0-dim and empty tensors keep their shape and dtype; channels_last is staged with equal values."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    empty = torch.empty(0, 3, dtype=torch.int16)
+    staged = Stager().stage({"scalar": torch.tensor(3.5), "empty": empty, "image": image, "none": torch.empty(0)})
+    assert staged["scalar"].shape == ()
+    assert staged["scalar"].item() == 3.5
+    assert staged["empty"].shape == (0, 3)
+    assert staged["empty"].dtype is torch.int16
+    assert torch.equal(staged["image"], image)
+    assert staged["none"].numel() == 0
+
+
+def test_parameters_and_graph_tensors_are_detached():
+    """A Parameter, a non-leaf result and an inference tensor are staged as plain tensors without a graph."""
+    parameter = torch.nn.Parameter(torch.randn(4))
+    with torch.inference_mode():
+        inference = torch.randn(4)
+        expected = inference.clone()
+        staged = Stager().stage({"parameter": parameter, "result": parameter * 2, "inference": inference})
+    assert not staged["parameter"].requires_grad
+    assert not staged["result"].requires_grad
+    assert not staged["inference"].is_inference()
+    assert torch.equal(staged["result"], parameter.detach() * 2)
+    assert torch.equal(staged["inference"], expected)
+
+
+def test_the_default_device_does_not_matter():
+    """Staged tensors are CPU tensors under any default device."""
+    with torch.device("meta"):
+        staged = Stager().stage(
+            {
+                "t": torch.ones(3, 2, device="cpu"),
+                "empty": torch.empty(0, device="cpu"),
+                "bit": torch.ones(8, dtype=torch.uint8, device="cpu").view(torch.uint3),
+            }
+        )
+    assert {value.device.type for value in staged.values()} == {"cpu"}
+    assert torch.equal(staged["t"], torch.ones(3, 2))
+
+
+class Labelled(torch.Tensor):
+    """A subclass with a storage of its own, and no protocol."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning")  # deprecated, and still found in state dicts
+def test_tensors_of_other_kinds_are_copies_of_their_kind():
+    """Quantized, sparse, nested and subclassed tensors keep their class, layout and values, and share nothing with the source."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    values = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    state = {
+        "quantized": torch.quantize_per_tensor(values, 0.1, 3, torch.qint8),
+        "per channel": torch.quantize_per_channel(
+            values, torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.quint8
+        ),
+        "coo": values.clone().to_sparse(),
+        "csr": values.clone().to_sparse_csr(),
+        "two": TwoTensor(values.clone(), values + 5),
+        "strided two": TwoTensor(values.clone().t(), (values + 5).t()),
+        "labelled": values.clone().as_subclass(Labelled),
+    }
+    expected = copy.deepcopy(state)
+    staged = Stager().stage(state)
+    for value in state.values():
+        for part in (value.a, value.b) if isinstance(value, TwoTensor) else (value,):
+            (
+                part.values() if part.layout is torch.sparse_csr else part
+            ).zero_() if part.layout is not torch.sparse_coo else part._values().zero_()
+    for name in ("quantized", "per channel"):
+        assert torch.equal(staged[name].int_repr(), expected[name].int_repr())
+        assert staged[name].qscheme() == expected[name].qscheme()
+    for name in ("coo", "csr"):
+        assert staged[name].layout is expected[name].layout
+        assert torch.equal(staged[name].to_dense(), values)
+    for name in ("two", "strided two"):
+        assert type(staged[name]) is TwoTensor
+        assert torch.equal(staged[name].a, expected[name].a)
+        assert torch.equal(staged[name].b, expected[name].b)
+        assert staged[name].stride() == expected[name].stride()
+    assert lease_of(staged["two"].a) is not None
+    assert type(staged["labelled"]) is Labelled
+    assert torch.equal(staged["labelled"].as_subclass(torch.Tensor), values)
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def test_containers_keep_their_kind():
+    """Dict, list and tuple subclasses keep class, order, attributes and identity; a container may hold itself."""
+    ordered = collections.OrderedDict(b=torch.ones(2), a=1)
+    ordered._metadata = {"version": [1]}
+    shared = [torch.ones(3)]
+    loop = {"t": torch.ones(1)}
+    loop["self"] = loop
+    state = {
+        "ordered": ordered,
+        "default": collections.defaultdict(list, x=[torch.ones(1)]),
+        "point": Point(torch.ones(2), "y"),
+        "tuple": (torch.ones(2), (1, torch.zeros(1))),
+        "plain tuple": (1, "two", Point(3, 4)),
+        "shared": [shared, shared],
+        "loop": loop,
+        7: torch.ones(1),
+    }
+    staged = Stager().stage(state)
+    ordered._metadata["version"].append(2)
+    assert type(staged["ordered"]) is collections.OrderedDict
+    assert list(staged["ordered"]) == ["b", "a"]
+    assert staged["ordered"]._metadata == {"version": [1]}
+    assert staged["default"]["missing"] == []
+    assert type(staged["point"]) is Point
+    assert torch.equal(staged["point"].x, torch.ones(2))
+    assert torch.equal(staged["tuple"][1][1], torch.zeros(1))
+    assert staged["plain tuple"] == (1, "two", Point(3, 4))
+    assert staged["shared"][0] is staged["shared"][1]
+    assert staged["loop"]["self"] is staged["loop"]
+    assert torch.equal(staged[7], torch.ones(1))
+    del staged
+    gc.collect()
+
+
+def test_copies_and_pickles_hold_the_values_alone():
+    """deepcopy, pickle and torch.save of a staged dict give a dict that needs nothing of ours to load, and no buffer."""
+    stager = Stager()
+    staged = stager.stage({"t": torch.arange(5.0), "n": 3})
+    saved = io.BytesIO()
+    torch.save(staged, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(staged), pickle.loads(pickle.dumps(staged)), torch.load(saved, weights_only=True)]
+    block = address(staged)
+    del staged
+    assert address(stager.stage({"t": torch.zeros(5), "n": 3})) == block
+    for each in copies:
+        assert type(each) is collections.OrderedDict
+        assert each["n"] == 3
+        assert torch.equal(each["t"], torch.arange(5.0))
+
+
+def test_the_collector_is_on_again():
+    """Staging holds the cyclic collector off for its own time only, and does not start one that was stopped."""
+    Stager().stage({"t": torch.ones(2)})
+    Stager().stage({"bad": torch.ones(2, device="meta")})
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        Stager().stage({"t": torch.ones(2)})
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------- whose turn the buffer is
+
+
+def test_a_released_buffer_is_used_again():
+    """After release() the next staging copies into the same memory, although the old tensors still live."""
+    stager = Stager(wait_s=0)
+    first = stager.stage({"t": torch.full((1000,), 1.0)})
+    release(first)
+    second = stager.stage({"t": torch.full((1000,), 2.0)})
+    assert address(second) == address(first)
+    assert second["t"][0] == 2.0
+
+
+def test_a_buffer_is_not_written_to_before_it_is_handed_back():
+    """Without release, and with a tensor of it alive (a slice is enough), staging takes other memory after its wait."""
+    stager = Stager(wait_s=0.05)
+    first = stager.stage({"t": torch.full((1000,), 1.0), "u": torch.zeros(3)})
+    part = first["t"][5:9]
+    before = address(first)
+    del first
+    gc.collect()
+    started = time.monotonic()
+    second = stager.stage({"t": torch.full((1000,), 2.0)})
+    assert time.monotonic() - started >= 0.05
+    assert address(second) != before
+    assert part.tolist() == [1.0] * 4
+
+
+def test_dead_tensors_hand_their_buffer_back():
+    """When every tensor of a staging is gone its memory is used again at once, without any release."""
+    stager = Stager(wait_s=0)
+    staged = stager.stage({"t": torch.ones(1000), "nested": [torch.ones(3)]})
+    before = address(staged)
+    del staged
+    assert address(stager.stage({"t": torch.ones(1000)})) == before
+
+
+def test_a_late_release_frees_nothing_newer():
+    """Leases of an earlier staging, released again or looked up from its tensors, do not hand back the newer one."""
+    stager = Stager(wait_s=0)
+    first = stager.stage({"t": torch.full((10,), 1.0)})
+    old = lease_of(first["t"])
+    old.release()
+    second = stager.stage({"t": torch.full((10,), 2.0)})
+    assert address(second) == address(first)
+    assert lease_of(first["t"]) is old
+    assert lease_of(second["t"]) is not old
+    old.release()
+    release(first)
+    third = stager.stage({"t": torch.full((10,), 3.0)})
+    assert address(third) != address(second)
+    assert second["t"].tolist() == [2.0] * 10
+
+
+def test_lease_of_knows_its_own():
+    """Staged tensors, their views and detached aliases have a lease; ordinary, sparse, empty and copied tensors have none."""
+    source = torch.ones(4, 4)
+    staged = Stager().stage({"t": source, "empty": torch.empty(0)})
+    lease = lease_of(staged["t"])
+    assert lease_of(staged["t"][1:]) is lease
+    assert lease_of(staged["t"].detach().t()) is lease
+    for other in (
+        source,
+        staged["empty"],
+        staged["t"].clone(),
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+    ):
+        assert lease_of(other) is None
+
+
+def test_a_wait_ends_with_the_hand_back():
+    """A staging that waits goes on, into the same memory, as soon as another thread releases it."""
+    stager = Stager(wait_s=30)
+    first = stager.stage({"t": torch.zeros(10)})
+    before = address(first)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(stager.stage, {"t": torch.ones(10)})
+        assert not concurrent.futures.wait([waiting], timeout=0.1).done
+        release(first)
+        second = waiting.result(timeout=10)
+    assert address(second) == before
+    assert second["t"].tolist() == [1.0] * 10
+
+
+def test_two_buffers_overlap():
+    """With buffers=2 a second staging does not wait for the first; a third takes whichever comes back."""
+    stager = Stager(buffers=2, wait_s=30)
+    first = stager.stage({"t": torch.full((10,), 1.0)})
+    started = time.monotonic()
+    second = stager.stage({"t": torch.full((10,), 2.0)})
+    assert time.monotonic() - started < 5
+    assert address(first) != address(second)
+    release(second)
+    third = stager.stage({"t": torch.full((10,), 3.0)})
+    assert address(third) == address(second)
+    assert first["t"].tolist() == [1.0] * 10
+
+
+def test_a_save_that_failed_is_not_waited_for(caplog):
+    """When the thread that took the staged dict up has ended without a release, the next staging takes other memory at once."""
+    stager = Stager(wait_s=60)
+    kept = []
+
+    def save_and_fail(staged):
+        kept.append(dict(staged.items()))
+
+    first = stager.stage({"t": torch.full((10,), 1.0)})
+    thread = threading.Thread(target=save_and_fail, args=(first,))
+    thread.start()
+    thread.join()
+    started = time.monotonic()
+    second = stager.stage({"t": torch.full((10,), 2.0)})
+    assert time.monotonic() - started < 10
+    assert address(second) != address(first)
+    assert kept[0]["t"].tolist() == [1.0] * 10
+    assert "without handing its buffer back" in caplog.text
+
+
+def test_the_thread_that_copies_a_save_may_end_after_releasing():
+    """A save that succeeded, and whose thread is gone, leaves its memory to the next staging."""
+    stager = Stager(wait_s=0)
+    first = stager.stage({"t": torch.ones(10)})
+    thread = threading.Thread(target=lambda: [lease_of(value).release() for _, value in first.items()])
+    thread.start()
+    thread.join()
+    assert address(stager.stage({"t": torch.ones(10)})) == address(first)
+
+
+def test_a_block_grows_and_is_kept():
+    """A larger state dict extends the block, a smaller one uses part of it: there is one file all the while, and all values hold."""
+    stager = Stager(wait_s=0)
+    files = set()
+    for count in (10, 3_000_000, 5, 4_000_000, 4_000_000):
+        staged = stager.stage({f"t{i}": torch.full((count,), float(i)) for i in range(3)})
+        assert [value[count - 1].item() for value in staged.values()] == [0.0, 1.0, 2.0]
+        files.update(open_blocks())
+        assert len(open_blocks()) == 1
+        del staged
+    assert len(files) == 1
+
+
+def test_memory_is_flat_over_saves():
+    """Thirty stagings use one block, whether handed back by release or by death; thirty failed saves do not pile up."""
+    state = {f"t{i}": torch.rand(250_000) for i in range(8)}
+    stager = Stager(wait_s=0)
+    sizes = []
+    for turn in range(30):
+        staged = stager.stage(state)
+        if turn % 2:
+            release(staged)
+        else:
+            del staged
+        sizes.append(sum(mapped_blocks().values()))
+    assert len(set(sizes)) == 1
+    for _ in range(30):  # never handed back: the previous one is still held when the next is staged
+        staged = stager.stage(state)
+        assert len(mapped_blocks()) <= 2
+    del staged
+
+
+def test_buffers_are_per_key():
+    """The same key gives the same stager; another key, number of buffers or mode gives another; zero buffers are refused."""
+    one = stager_for(("config", 1), buffers=1, async_staging=False)
+    assert stager_for(("config", 1), buffers=1, async_staging=False) is one
+    others = [
+        stager_for(("config", 2), buffers=1, async_staging=False),
+        stager_for(("config", 1), buffers=2, async_staging=False),
+        stager_for(("config", 1), buffers=1, async_staging=True),
+    ]
+    assert one not in others
+    assert len(set(others)) == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        Stager(buffers=0)
+
+
+def test_two_threads_never_share_a_buffer():
+    """Eight threads that stage at once with one stager each find their own values."""
+    stager = Stager(buffers=2, wait_s=20)
+
+    def stage_and_check(number):
+        for _ in range(5):
+            staged = stager.stage({"t": torch.full((50_000,), float(number))})
+            assert torch.equal(staged["t"], torch.full((50_000,), float(number)))
+            release(staged)
+        return number
+
+    with concurrent.futures.ThreadPoolExecutor(8) as executor:
+        assert list(executor.map(stage_and_check, range(8))) == list(range(8))
+
+
+def test_close_gives_the_memory_back_and_the_stager_goes_on():
+    """After close() no block is mapped, but for one that is still read; a further stage() works."""
+    stager = Stager()
+    staged = stager.stage({"t": torch.full((10,), 1.0)})
+    stager.close()
+    assert staged["t"].tolist() == [1.0] * 10
+    again = stager.stage({"t": torch.full((10,), 2.0)})
+    assert staged["t"].tolist() == [1.0] * 10
+    assert again["t"].tolist() == [2.0] * 10
+    del staged, again
+    stager.close()
+    assert not open_blocks()
+
+
+# ------------------------------------------------------------------------------------------------------- its failures
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize(
+    "leaf,reason",
+    [
+        (Uncopyable(), "RuntimeError: not me"),
+        (threading.Lock(), "TypeError"),
+        (torch.empty(3, device="meta"), "no data"),
+    ],
+    ids=["refuses", "lock", "meta"],
+)
+def test_a_leaf_that_cannot_be_copied_fails_the_save(leaf, reason):
+    """stage() returns; planning the save raises an error that names the leaf and the reason, and that pickles."""
+    stager = Stager()
+    staged = stager.stage({"fine": torch.ones(2), "model": {"layers": [torch.ones(1), {"bad": leaf}]}})
+    text = failure(staged)
+    assert "'model/layers/1/bad'" in text
+    assert reason in text
+    error = pickle.loads(pickle.dumps(staged[FAILURE_KEY].error))
+    assert type(error) is DcpS3Error
+    assert str(error) == text
+    assert stager.stage({"fine": torch.ones(2)})["fine"].tolist() == [1.0, 1.0]
+
+
+def test_a_freed_storage_fails_the_save():
+    """A tensor whose storage was resized to nothing (FSDP1 does it between uses) is reported, not read."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    assert "'freed' cannot be staged" in failure(Stager().stage({"freed": tensor}))
+
+
+def test_a_failed_staging_cannot_be_saved_as_an_object():
+    """Pickling the failure, as a foreign planner that ignores DCP's hook would have torch.save do, raises its error."""
+    failed = StagingFailed(DcpS3Error("it failed"))
+    with pytest.raises(DcpS3Error, match="it failed"):
+        torch.save(failed, io.BytesIO())
+
+
+def test_no_memory_fails_the_save_and_not_the_next(monkeypatch):
+    """When the system has no memory for a block the save fails with its error; once there is some, staging works again."""
+    stager = Stager(wait_s=0)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_staging_buffers.os, "posix_fallocate", full)
+        assert "No space left" in failure(stager.stage({"t": torch.ones(10)}))
+    assert stager.stage({"t": torch.ones(10)})["t"].sum() == 10
+
+
+def test_an_error_in_the_copy_hands_the_buffer_back(monkeypatch):
+    """A copy that fails half-way leaves the buffer to the next staging; an interrupt passes, and does so too."""
+    stager = Stager(wait_s=0)
+    first = stager.stage({"t": torch.ones(10)})
+    before = address(first)
+    del first
+    for error in (RuntimeError("broken copy"), KeyboardInterrupt()):
+
+        def broken(*arguments, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_copy_", broken)
+            if isinstance(error, KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt):
+                    stager.stage({"t": torch.ones(10)})
+            else:
+                assert "broken copy" in failure(stager.stage({"t": torch.ones(10)}))
+        error.__traceback__ = None
+        gc.collect()
+        assert address(stager.stage({"t": torch.ones(10)})) == before
+
+
+# ------------------------------------------------------------------------------------------------------ in the background
+
+
+def test_async_staging_gives_a_future():
+    """With async_staging the copy runs in a thread; structure and values of leaves are those of the call."""
+    stager = Stager(async_staging=True)
+    state = {"t": torch.arange(10.0), "steps": [1]}
+    future = stager.stage(state)
+    state["steps"].append(2)
+    state["late"] = 1
+    stager.synchronize()
+    assert future.done()
+    staged = future.result()
+    assert list(staged) == ["t", "steps"]
+    assert staged["steps"] == [1]
+    assert torch.equal(staged["t"], torch.arange(10.0))
+    stager.close()
+
+
+def test_async_staging_does_not_wait_for_a_buffer():
+    """The call returns while the previous buffer is out; the future is done when that is handed back."""
+    stager = Stager(wait_s=30, async_staging=True)
+    first = stager.stage({"t": torch.zeros(10)}).result(timeout=10)
+    second = stager.stage({"t": torch.ones(10)})
+    assert not concurrent.futures.wait([second], timeout=0.1).done
+    release(first)
+    assert address(second.result(timeout=10)) == address(first)
+    stager.close()
+
+
+def test_async_staging_fails_in_the_save_too():
+    """A failure, in the walk or in the copy, is the future's value and not its exception."""
+    stager = Stager(async_staging=True)
+    assert "not me" in failure(stager.stage({"bad": Uncopyable()}).result(timeout=10))
+    stager.close()
+
+
+def test_the_public_names_are_all_there():
+    """What staging promises to its users can be imported from it."""
+    assert all(hasattr(staging, name) for name in staging.__all__)
