@@ -317,8 +317,7 @@ class S3StorageWriter(StorageWriter):
             if lease is not None:
                 leases.add(lease)
             info = shard.write_tensor(data)
-            if item.tensor_data is not None and item.tensor_data.properties.dtype != data.dtype:
-                info.__dict__["dtype"] = data.dtype  # a cached plan knows only the first save's
+            info.__dict__["dtype"] = data.dtype  # a cached plan, and the metadata cached with it, know an earlier save's
         else:
             info = shard.write_bytes(data.getbuffer())
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
@@ -361,11 +360,11 @@ def _take_entries(results: list[list[WriteResult]]) -> tuple[ObjectEntry, ...]:
 
 
 def _correct_dtypes(metadata: Metadata) -> None:
-    """Put the dtypes that were really written into the metadata, where a cached plan had others."""
+    """Put the dtypes that were really written into the metadata, where plan caching has kept an earlier save's."""
     for index, info in metadata.storage_data.items():
         dtype = info.__dict__.pop("dtype", None)
         tensor = metadata.state_dict_metadata[index.fqn]
-        if dtype is not None and isinstance(tensor, TensorStorageMetadata):
+        if dtype is not None and isinstance(tensor, TensorStorageMetadata) and tensor.properties.dtype != dtype:
             tensor.properties = dataclasses.replace(tensor.properties, dtype=dtype)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from dcp_s3._checkpoint.layout import manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._transfer.retry import backoff_s
 from dcp_s3._transfer.store import is_missing, is_precondition_failed
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -150,7 +150,7 @@ def commit(
                 f"another writer committed to s3://{store.bucket}/{key} after this save had looked; its checkpoint stands, "
                 "ours was not committed"
             ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
-        pause = min(store.config.retry.max_wait_s, 0.1 * 2**attempt) * random.random()  # noqa: S311 -- jitter
+        pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:
             raise _unknown(store, key, attempt, failure) from failure
         time.sleep(pause)

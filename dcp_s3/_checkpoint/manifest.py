@@ -13,7 +13,7 @@ from dcp_s3._checkpoint.layout import DATA_PREFIX, check_relative, is_record_nam
 from dcp_s3.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["FORMAT", "Manifest", "ObjectEntry"]
 
@@ -133,7 +133,7 @@ class Manifest:
         return manifest
 
 
-def _entry(item: Any, source: str) -> ObjectEntry:
+def _entry(item: object, source: str) -> ObjectEntry:
     if not isinstance(item, dict):
         raise CorruptCheckpointError(f"{source} is damaged: an entry of 'objects' is no JSON object")
     check = _Fields(item, source)
@@ -168,7 +168,7 @@ class _Fields:
         found = repr(self._document[name])[:80] if name in self._document else "nothing"
         return CorruptCheckpointError(f"{self._source} is damaged: {name!r} must be {wanted}, found {found}")
 
-    def text(self, name: str, accepts: Any, wanted: str) -> str:
+    def text(self, name: str, accepts: Callable[[str], object], wanted: str) -> str:
         value = self._document.get(name)
         if not isinstance(value, str) or not accepts(value):
             raise self._damaged(name, wanted)
@@ -182,6 +182,7 @@ class _Fields:
 
     def seconds(self, name: str) -> float:
         value = self._document.get(name)
-        if type(value) not in (int, float) or not 0 <= value <= _MAX_INT:  # which NaN and infinity are not
+        # NaN and infinity fail the comparison
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
             raise self._damaged(name, "seconds since 1970")
         return float(value)

@@ -79,7 +79,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 _MEMBERS: Final = [(member, dict(vars(member))) for member in _MEM_FORMAT_ENCODING]
 
 
-def _find(module: str, name: str) -> Any:
+def _find(module: str, name: str) -> object:
     if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
         return dtype
     return _NAMES.get((module, name))
@@ -103,11 +103,11 @@ def dumps(metadata: Metadata) -> bytes:
     return data
 
 
-def _is_plain(planner_data: Any) -> bool:
+def _is_plain(planner_data: object) -> bool:
     """Whether this is what DCP's own planners write: names, each with its path in the nested state dict."""
     if planner_data is None:
         return True
-    if type(planner_data) is not dict:
+    if not isinstance(planner_data, dict):
         return False
     plain = {str, int}
     return all(type(path) is tuple and plain.issuperset(map(type, path)) for path in planner_data.values())

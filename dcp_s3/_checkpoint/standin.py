@@ -124,7 +124,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 _DTYPE = re.compile(r"bool|bit|(?:b?float|complex|q?u?int|bits)([0-9]{1,3})[a-z0-9_]*")
 
 
-def _find(module: str, name: str) -> Any:
+def _find(module: str, name: str) -> object:
     if module == "torch" and _DTYPE.fullmatch(name):
         return name
     return _NAMES.get((module, name))

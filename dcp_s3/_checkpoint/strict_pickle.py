@@ -19,7 +19,7 @@ import pickle
 import re
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcp_s3.errors import CorruptCheckpointError
 
@@ -78,6 +78,7 @@ _WITH_ARGUMENT = b"|".join(
 _PLAIN = rb"[\x94)(}\]\x81usb\x85\x86\x87tRN\x88\x89ea\x93\x8f\x90\x91ldo]"
 _HEAD = re.compile(rb"(?:\x80[\x02-\x05])?" + _PLAIN + rb"*+", re.DOTALL)
 _BODY = re.compile(rb"(?:(?:" + _WITH_ARGUMENT + rb")" + _PLAIN + rb"*+)*+", re.DOTALL)
+_PLAIN_RUN = re.compile(_PLAIN + rb"*+")
 _LONG = {b"X": 4, b"B": 4, b"\x8d": 8, b"\x8e": 8}
 """BINUNICODE, BINBYTES, BINUNICODE8, BINBYTES8: size of the length that follows, bytes."""
 _STOP = b"."
@@ -109,9 +110,6 @@ def _check_instructions(data: bytes, source: str) -> None:
     )
 
 
-_PLAIN_RUN = re.compile(_PLAIN + rb"*+")
-
-
 def _end_of(pattern: re.Pattern[bytes], data: bytes, start: int) -> int:
     match = pattern.match(data, start)
     return match.end() if match else start
@@ -122,18 +120,18 @@ class _Forbidden(pickle.UnpicklingError):
 
 
 class _StrictUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, find: Callable[[str, str], Any]) -> None:
+    def __init__(self, data: bytes, find: Callable[[str, str], object]) -> None:
         super().__init__(io.BytesIO(data), fix_imports=False)
         self._find = find
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = self._find(module, name)
         if found is None:
             raise _Forbidden(f"{module}.{name}"[:200])
         return found
 
 
-def load(data: bytes, find: Callable[[str, str], Any], *, source: str) -> Any:
+def load(data: bytes, find: Callable[[str, str], object], *, source: str) -> object:
     """Unpickle ``data``.
 
     Args:

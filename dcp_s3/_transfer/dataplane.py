@@ -412,10 +412,15 @@ _lock = threading.Lock()
 _planes: dict[S3Config, DataPlane] = {}
 
 
+_inherited: list[dict[S3Config, DataPlane]] = []
+"""A forked child's copies of its parent's planes: never used, and never closed, as their loop does not run here."""
+
+
 def _forget() -> None:
-    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
+    global _lock, _planes  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
     _lock = threading.Lock()
-    _planes.clear()
+    _inherited.append(_planes)
+    _planes = {}
 
 
 on_fork(_forget)

@@ -68,6 +68,9 @@ _PASSING: Final = frozenset(
         "XAmzContentChecksumMismatch",
     ]
 )
+_FORM: Final = frozenset(
+    {"InvalidArgument", "InvalidHeader", "InvalidRequest", "MissingContentMD5", "NotImplemented", "UnsupportedHeader"}
+)
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _CLOCK: Final = "RequestTimeTooSkewed"
 _CREDENTIAL_TRIES: Final = 4
@@ -202,9 +205,5 @@ def is_precondition_failed(error: BaseException) -> bool:
 
 
 def is_refused_as_unknown(error: BaseException) -> bool:
-    """Whether the store refused the form of a request (a header it does not know) rather than its content."""
-    return (
-        isinstance(error, StorageError)
-        and not isinstance(error, AccessDeniedError)
-        and error.status in (400, 405, 411, 501)
-    )
+    """Whether the store refused the form of a request (a header it does not know, or misses) rather than its content."""
+    return isinstance(error, StorageError) and (error.status in (411, 501) or error.code in _FORM)

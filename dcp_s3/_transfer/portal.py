@@ -103,6 +103,8 @@ class Portal:
 
 _lock = threading.Lock()
 _portal: Portal | None = None
+_inherited: list[Portal] = []
+"""A forked child's copy of its parent's portal: its thread does not exist here, and closing its loop would be wrong."""
 
 
 def portal() -> Portal:
@@ -122,6 +124,8 @@ def on_fork(forget: Callable[[], None]) -> None:
 def _forget() -> None:
     global _lock, _portal  # noqa: PLW0603
     _lock = threading.Lock()
+    if _portal is not None:
+        _inherited.append(_portal)
     _portal = None
 
 

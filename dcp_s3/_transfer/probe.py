@@ -81,9 +81,8 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
 
 
 def _probe(store: ControlStore, key: str) -> Conditions:
-    _put(store, key, create=True)
-    create = _put(store, key, create=True) is False
     etag = store.put(key, _BODY, content_type=_TYPE)
+    create = _put(store, key, create=True) is False
     if not etag or _put(store, key, match=_WRONG) is not False:
         return Conditions(create, None)
     if _put(store, key, match=etag):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -124,6 +125,12 @@ def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | 
         raise error
 
     return {"wait": wait, "retry": repeat, "stop": stop, "before_sleep": note, "retry_error_callback": give_up}
+
+
+def backoff_s(policy: RetryPolicy, attempt: int) -> float:
+    """A wait behind the ``attempt``-th try (from 1) for the loops that settle more than one request: full jitter."""
+    ceiling = min(policy.max_wait_s, policy.initial_wait_s * 2.0 ** min(attempt, 30))
+    return random.uniform(0.0, ceiling)  # noqa: S311 -- jitter
 
 
 def copy_context(source: DcpS3Error, target: DcpS3Error) -> DcpS3Error:

@@ -155,6 +155,8 @@ class _Clients:
 
 _lock = threading.Lock()
 _clients: dict[S3Config, _Clients] = {}
+_without_checksums: set[S3Config] = set()
+"""Configs whose store refused a checksum header and took Content-MD5."""
 
 
 def _forget() -> None:
@@ -291,7 +293,9 @@ class ControlStore:
             params["IfMatch"] = if_match
         if if_none_match:
             params["IfNoneMatch"] = "*"
-        if self.config.checksum != "none":
+        if self.config in _without_checksums:
+            params["ContentMD5"] = _md5(body)
+        elif self.config.checksum != "none":
             params["ChecksumCRC32C"] = header_value(crc32c(body))
         try:
             reply = self._call("PutObject", "put_object", key, params, once=not retry)
@@ -302,6 +306,7 @@ class ControlStore:
             del params["ChecksumCRC32C"]
             params["ContentMD5"] = _md5(body)
             reply = self._call("PutObject", "put_object", key, params, once=not retry)
+            _without_checksums.add(self.config)
         return str(reply.get("ETag", ""))
 
     def delete(self, key: str) -> None:

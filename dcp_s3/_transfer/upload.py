@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp_s3._transfer.checksum import combine, crc32c
 from dcp_s3._transfer.plan import MAX_PARTS
 from dcp_s3._transfer.portal import Work, portal
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3.errors import DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
+from dcp_s3._transfer.retry import Counter, Deadline, backoff_s
+from dcp_s3.errors import AccessDeniedError, DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -27,8 +27,6 @@ _QUEUED: Final = 4
 """Parts that may wait, cut and checked, behind those on the wire."""
 _ABORT_S: Final = 30.0
 """Longest time for the abort of a failed upload, seconds; what it could not abort is left to ``gc``."""
-_COMPLETE_WAIT_S: Final = 0.5
-_COMPLETE_TRIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,7 @@ class ObjectUpload:
         self._pending: set[Work[Any]] = set()
         self._failure: BaseException | None = None
         self._created: Work[tuple[str, bool]] | None = None
+        self._unclear = False
         self._changed = threading.Condition()
 
     # ------------------------------------------------------------------ caller's thread
@@ -172,8 +171,8 @@ class ObjectUpload:
                 self._changed.wait(0.2)
         self._release(self._part)
         self._part = _Part()
-        if self._created is None:
-            return
+        if self._created is None or self._unclear:
+            return  # an Abort must not overtake a Complete that may still be at work
         try:
             portal().submit(self._abort(self._created)).result(_ABORT_S)
         except (DcpS3Error, TimeoutError, concurrent.futures.CancelledError) as error:
@@ -279,13 +278,21 @@ class ObjectUpload:
         if numbers != list(range(1, len(self._crcs) + 1)):
             raise StorageError(f"parts are missing before Complete: have {len(numbers)} of {len(self._crcs)}")
         entries = [self._entries[number] for number in numbers]
-        for attempt in range(1, _COMPLETE_TRIES + 1):
+        policy = self._plane.config.retry
+        for attempt in range(1, policy.max_attempts + 1):
             failure: StorageError | None = None
             try:
                 await self._plane.complete_upload(self._job, self.key, upload_id, entries)
             except StorageError as error:
                 failure = error
-            head = await self._plane.head_object(self._job, self.key)
+            self._unclear = failure is not None and _is_unclear(failure)
+            try:
+                head = await self._plane.head_object(self._job, self.key)
+            except AccessDeniedError:
+                if failure is None:
+                    raise
+                head = None  # without ListBucket a missing key is answered so
+            self._unclear = self._unclear and head is not None
             if head is not None and head.size == self.size and head.token in (self._token, None):
                 return head
             if head is not None:
@@ -296,11 +303,11 @@ class ObjectUpload:
             if failure is None:
                 failure = StorageUnavailableError("Complete was answered with success, but the object is not there")
             failure.with_context(attempts=attempt, rank=self._job.rank, bucket=self._job.bucket, key=self.key)
-            if attempt == _COMPLETE_TRIES or not _is_unclear(failure):
+            if attempt == policy.max_attempts or not _is_unclear(failure):
                 raise failure
             self._job.counter.retries += 1
             self._job.deadline.check(f"completing {self.key}")
-            await asyncio.sleep(_COMPLETE_WAIT_S * attempt)
+            await asyncio.sleep(backoff_s(policy, attempt))
         raise AssertionError
 
     async def _abort(self, created: Work[tuple[str, bool]]) -> None:

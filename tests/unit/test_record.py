@@ -42,8 +42,7 @@ def can_be_saved(dtype: torch.dtype) -> bool:
 
 
 DTYPES = sorted(
-    (v for v in set(vars(torch).values()) if isinstance(v, torch.dtype) and "q" not in str(v) and can_be_saved(v)),
-    key=str,
+    {v for v in vars(torch).values() if isinstance(v, torch.dtype) and "q" not in str(v) and can_be_saved(v)}, key=str
 )
 
 

@@ -139,7 +139,10 @@ class Exchange:
         if self._action.ending == "stall":
             self._record.outcome = "stalled"
             if stage in ("head", "body"):
-                await self._connection.stay_unread()
+                last_seen = await self._connection.stay_unread()
+                if self._record.t_end is None:
+                    self._record.t_end = last_seen
+                self._connection.reset()
             else:
                 await self._connection.lost.wait()
         else:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import socket
 import struct
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,8 @@ class Connection(asyncio.BufferedProtocol):
                     await self.read(_SCRATCH_BYTES)
         self.close()
 
-    async def stay_unread(self) -> None:
-        """Take nothing from the socket until the peer has closed its end.
+    async def stay_unread(self) -> float:
+        """Take nothing from the socket until the peer has closed its end; return when it was last seen open.
 
         A close behind a full receive window never reaches this side, so the state of the peer's socket is
         looked up in the kernel's table (both ends are on this machine); without it, wait for ever.
@@ -265,17 +266,16 @@ class Connection(asyncio.BufferedProtocol):
         self._unread = True
         self.pause()
         local, peer = (self.transport.get_extra_info(name)[1] for name in ("sockname", "peername"))
-        seen = False
+        last_seen = None
         while not self.lost.is_set():
-            established = _is_established(peer, local)
-            if seen and not established:
-                break
-            seen = seen or established
+            now = time.monotonic()
+            if _is_established(peer, local):
+                last_seen = now
+            elif last_seen is not None:
+                return last_seen
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.lost.wait(), 0.02)
-        if not self.lost.is_set():
-            self.transport.abort()
-            await self.lost.wait()
+        return time.monotonic()
 
 
 def reset_socket(sock: Any) -> None:  # socket.socket or asyncio's TransportSocket
