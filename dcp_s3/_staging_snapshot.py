@@ -119,16 +119,17 @@ class Snapshot:
             lease: A lease of at least :attr:`size` bytes; None where that is 0.
             buffer: The lease's buffer.
         """
-        with _gc_paused(), torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             copies: list[torch.Tensor] = []
-            if lease is not None and buffer is not None:
-                copies = [
-                    lease.tensor(buffer, offset, source.dtype, source.shape)
-                    for offset, source in zip(self._offsets, self._sources, strict=True)
-                ]
-                _copy_all(copies, self._sources, self._ready)
-            for container, key, place in self._places:
-                container[key] = place.fill(copies)
+            with _gc_paused():
+                if lease is not None and buffer is not None:
+                    copies = [
+                        lease.tensor(buffer, offset, source.dtype, source.shape)
+                        for offset, source in zip(self._offsets, self._sources, strict=True)
+                    ]
+                for container, key, place in self._places:
+                    container[key] = place.fill(copies)
+            _copy_all(copies, self._sources, self._ready)
         return self._tree
 
     def _take(self, value: Any) -> Any:  # noqa: ANN401 -- whatever the state dict holds

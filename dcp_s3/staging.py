@@ -67,9 +67,9 @@ class Pool:
     def clear(self) -> None:
         """Keep no block. Those that are still read live on until their tensors die."""
         with self._lock:
+            self._settle()
             for block, lease in list(self._blocks.items()):
                 self._give_up(block, lease)
-            self._settle()
 
     def _vacant(self, *, time_is_over: bool) -> Block | None:
         with self._lock:
@@ -88,6 +88,9 @@ class Pool:
                     leased.append((block, lease))
             if vacant:
                 chosen = max(vacant, key=lambda block: block.size)
+                for block in vacant:  # threads that waited in vain have added some
+                    if block is not chosen and len(self._blocks) > self._limit:
+                        self._give_up(block, None)
             elif len(self._blocks) < self._limit:
                 chosen = Block()
             elif time_is_over:
@@ -107,7 +110,7 @@ class Pool:
 
     def _give_up(self, block: Block, lease: Lease | None) -> None:
         del self._blocks[block]
-        if lease is not None:
+        if lease is not None and not lease.settle():
             self._given_up.append(lease)
 
     def _settle(self) -> None:

@@ -13,17 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import aiobotocore.session
-from aiobotocore.config import AioConfig
-
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.budget import ByteBudget
 from dcp_s3._transfer.checksum import crc64nvme, header_value
-from dcp_s3._transfer.faults import is_missing, is_refused_as_unknown, translate
+from dcp_s3._transfer.clients import CurrentDataClients
+from dcp_s3._transfer.faults import is_expired, is_missing, is_refused_as_unknown, translate
+from dcp_s3._transfer.patience import Patience
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import on_fork, portal
-from dcp_s3._transfer.session import BODY, SINK, ViewSession
-from dcp_s3._transfer.store import DEFAULT_REGION, boto_options, client_options, creation, encryption, is_aws
+from dcp_s3._transfer.session import BODY, SINK
+from dcp_s3._transfer.store import creation, encryption
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOKEN_FIELD: Final = "dcp-s3-token"  # noqa: S105 -- the name of a user metadata field
-SLOWEST_BYTES_PER_S: Final = 64 << 10
-"""An attempt whose bytes come slower than this on average is given up; a server that drips must not hold a save."""
 _CANCEL_S: Final = 5.0
 
 
@@ -85,51 +82,11 @@ class DataPlane:
         self.sends_checksums = config.checksum != "none"
         self.sends_md5 = False
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._clients: list[Any] = []
-        self._stack = contextlib.AsyncExitStack()
-        self._opening = asyncio.Lock()
-        self._turn = 0
-
-    # ------------------------------------------------------------------ clients
-
-    async def _client(self) -> Any:  # noqa: ANN401 -- aiobotocore makes its clients at run time
-        if not self._clients:
-            async with self._opening:
-                if not self._clients:
-                    self._clients = await self._open()
-        self._turn += 1
-        return self._clients[self._turn % len(self._clients)]
-
-    async def _open(self) -> list[Any]:
-        config = self.config.resolved()
-        session = aiobotocore.session.AioSession(profile=config.profile)
-        region = config.region or session.get_config_variable("region") or DEFAULT_REGION
-        clients = []
-        for endpoint in config.endpoints or (None,):
-            path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)
-            client = await self._connect(session, config, endpoint, region, path_style=path_style)
-            if config.addressing_style == "auto" and not path_style and not is_aws(client.meta.endpoint_url):
-                client = await self._connect(session, config, endpoint, region, path_style=True)
-            clients.append(client)
-        return clients
-
-    async def _connect(
-        self,
-        session: Any,  # noqa: ANN401 -- aiobotocore is untyped
-        config: S3Config,
-        endpoint: str | None,
-        region: str,
-        *,
-        path_style: bool,
-    ) -> Any:  # noqa: ANN401
-        options = AioConfig(http_session_cls=ViewSession, **boto_options(config, path_style=path_style))
-        made = session.create_client("s3", config=options, **client_options(config, endpoint, region))
-        return await self._stack.enter_async_context(made)
+        self._clients = CurrentDataClients(config)
 
     async def close(self) -> None:
         """Close all connections."""
-        self._clients.clear()
-        await self._stack.aclose()
+        await self._clients.close()
 
     # ------------------------------------------------------------------ one request
 
@@ -153,19 +110,28 @@ class DataPlane:
             job.deadline.check(f"sending {operation}")
             async with self._slots:  # before signing, so that no signature grows old in a queue
                 try:
-                    client = await self._client()
+                    clients = await self._clients.get()
+                except Exception as error:
+                    raise translate(error, operation=operation, bucket=job.bucket, key=key, part=part) from error
+                endpoint = clients.rotation.take()
+                try:
                     progress = Progress(job.progress)
                     body = None if views is None else (views, progress)
                     if sink is not None:
                         sink.progress = progress
                     nbytes = sum(map(len, views or ())) + (sink.length if sink else 0)
                     with _set(BODY, body), _set(SINK, sink):
-                        request = asyncio.ensure_future(getattr(client, method)(Bucket=job.bucket, Key=key, **params))
+                        call = getattr(clients[endpoint], method)(Bucket=job.bucket, Key=key, **params)
+                        request = asyncio.ensure_future(call)
                     reply: dict[str, Any] = await self._watched(request, progress, nbytes, job)
                     if check is not None:
                         check(reply)
                 except Exception as error:
-                    raise translate(error, operation=operation, bucket=job.bucket, key=key, part=part) from error
+                    made = translate(error, operation=operation, bucket=job.bucket, key=key, part=part)
+                    clients.rotation.note(endpoint, made)
+                    if is_expired(made) and await self._renew(clients):
+                        retry.mark(made, tries=2)  # once more, with other credentials
+                    raise made from error
                 return reply
 
         try:
@@ -179,21 +145,26 @@ class DataPlane:
     async def _watched(self, request: asyncio.Future[T], progress: Progress, nbytes: int, job: Job) -> T:
         """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips."""
         quiet = self.config.read_timeout_s
-        end = time.monotonic() + 2 * quiet + nbytes / SLOWEST_BYTES_PER_S
+        patience = Patience(2 * quiet, at_most=job.deadline.remaining())
+        patience.allow(nbytes)
         try:
             while True:
                 now = time.monotonic()
-                patience = min(progress.last + quiet, end, now + job.deadline.remaining()) - now
-                if patience <= 0:
-                    message = f"nothing moved for {now - progress.last:.1f} s, or the attempt took too long"
-                    raise TimeoutError(message)
-                done, _ = await asyncio.wait({request}, timeout=patience)
+                left = min(progress.last + quiet, patience.end) - now
+                if left <= 0:
+                    raise TimeoutError(
+                        f"given up after {patience.spent():.1f} s, the last {now - progress.last:.1f} s of them silent; "
+                        f"{progress.moved} of {nbytes} bytes had moved"
+                    )
+                done, _ = await asyncio.wait({request}, timeout=left)
                 if done:
                     return request.result()
         finally:
             if not request.done():
                 request.cancel()
                 await asyncio.wait({request}, timeout=_CANCEL_S)
+                if request.done() and not request.cancelled():
+                    request.exception()  # it failed while it was cancelled, which nobody needs to hear of
 
     # ------------------------------------------------------------------ uploads
 
@@ -365,11 +336,12 @@ class DataPlane:
             CorruptCheckpointError: It is shorter than the range, or another object than before.
         """
         end = start + sink.length
+        asked = f"bytes {start}-{end - 1}"
 
         def check(reply: dict[str, Any]) -> None:
             ranged = str(reply.get("ContentRange") or "")
-            if ranged and not ranged.startswith(f"bytes {start}-{end - 1}/"):
-                raise retry.unavailable(f"asked for bytes {start}-{end - 1}, the store sent {ranged}")
+            if ranged and not ranged.startswith(f"{asked}/"):
+                raise retry.unavailable(f"the store sent {ranged}")
             if not ranged and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") != 200:
                 raise retry.unavailable("a partial reply without Content-Range")
             if etag is not None and _bare(str(reply.get("ETag", ""))) != _bare(etag):
@@ -384,6 +356,7 @@ class DataPlane:
             if error.status == 416:
                 short = CorruptCheckpointError(f"the object ends before byte {end}: it was truncated")
                 raise retry.copy_context(error, short) from error
+            error.message = f"{error.message} (reading {asked})"
             raise
         return str(reply.get("ETag", ""))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import ssl
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from botocore.exceptions import (
@@ -10,11 +12,14 @@ from botocore.exceptions import (
     ClientError,
     CredentialRetrievalError,
     HTTPClientError,
+    IncompleteReadError,
+    MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
     TokenRetrievalError,
 )
+from botocore.exceptions import ConnectionError as UnconnectedError
 from botocore.parsers import ResponseParserError
 
 from dcp_s3._transfer.retry import AS_POLICY, NEVER, mark
@@ -35,7 +40,6 @@ _DENIED: Final = frozenset(
         "AccountProblem",
         "AllAccessDisabled",
         "AuthorizationHeaderMalformed",
-        "ExpiredToken",
         "Forbidden",
         "InvalidAccessKeyId",
         "InvalidClientTokenId",
@@ -43,7 +47,6 @@ _DENIED: Final = frozenset(
         "InvalidToken",
         "NotSignedUp",
         "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
         "UnauthorizedAccess",
         "UnrecognizedClientException",
     ]
@@ -73,7 +76,9 @@ _FORM: Final = frozenset(
 )
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _CLOCK: Final = "RequestTimeTooSkewed"
+_EXPIRED: Final = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _CREDENTIAL_TRIES: Final = 4
+_LONGEST_RETRY_AFTER_S: Final = 300.0
 _ADVICE: Final = {
     "AccessDenied": "check the policy of these credentials for this bucket and prefix",
     "ExpiredToken": "the session token has expired; use credentials that refresh, or new ones",
@@ -101,7 +106,7 @@ def translate(
         made: DcpS3Error = error
     elif isinstance(error, ClientError):
         made = _from_reply(error)
-    elif isinstance(error, (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)):
+    elif isinstance(error, (NoCredentialsError, CredentialRetrievalError, MetadataRetrievalError, TokenRetrievalError)):
         made = mark(
             AccessDeniedError(
                 f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"
@@ -118,7 +123,9 @@ def translate(
             ),
             tries=NEVER,
         )
-    elif isinstance(error, (HTTPClientError, OSError, ResponseParserError, EOFError)):
+    elif isinstance(
+        error, (HTTPClientError, UnconnectedError, IncompleteReadError, OSError, ResponseParserError, EOFError)
+    ):
         made = mark(StorageUnavailableError(f"{operation} did not get an answer: {_brief(error)}"), tries=AS_POLICY)
     elif isinstance(error, (BotoCoreError, ValueError, TypeError)):
         made = mark(StorageError(f"{operation} could not be sent: {_brief(error)}"), tries=NEVER)
@@ -150,7 +157,7 @@ def _from_reply(error: ClientError) -> StorageError:
 def _classify(status: int, code: str) -> tuple[type[StorageError], int]:
     if code == _CLOCK:
         return AccessDeniedError, 2  # one fresh signature: the request may have waited too long
-    if code in _DENIED:
+    if code in _DENIED or code in _EXPIRED:
         return AccessDeniedError, NEVER
     if code in _PASSING or status in _PASSING_STATUS:
         return StorageUnavailableError, AS_POLICY
@@ -164,8 +171,15 @@ def _classify(status: int, code: str) -> tuple[type[StorageError], int]:
 
 
 def _retry_after(headers: Any) -> float:  # noqa: ANN401 -- a mapping of header names
+    """Seconds that the store asks to wait; given as such or as a time by its own clock (RFC 9110, 10.2.3)."""
     value = str(headers.get("retry-after", ""))
-    return min(float(value), 300.0) if value.isdigit() else 0.0
+    if value.isdigit():
+        return min(float(value), _LONGEST_RETRY_AFTER_S)
+    try:
+        now = parsedate_to_datetime(headers["date"]) if "date" in headers else dt.datetime.now(dt.UTC)
+        return min(max(0.0, (parsedate_to_datetime(value) - now).total_seconds()), _LONGEST_RETRY_AFTER_S)
+    except (ValueError, TypeError):  # not a date, or one without a zone
+        return 0.0
 
 
 def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
@@ -202,6 +216,11 @@ def is_missing(error: BaseException) -> bool:
 def is_precondition_failed(error: BaseException) -> bool:
     """Whether a conditional request was refused because its condition did not hold."""
     return isinstance(error, StorageError) and error.status == 412
+
+
+def is_expired(error: BaseException) -> bool:
+    """Whether the store said that the credentials have expired: others may be there by now."""
+    return isinstance(error, StorageError) and error.code in _EXPIRED
 
 
 def is_refused_as_unknown(error: BaseException) -> bool:

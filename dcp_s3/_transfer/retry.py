@@ -80,19 +80,15 @@ class Counter:
 
 
 def mark(error: StorageError, *, tries: int, retry_after_s: float = 0.0) -> StorageError:
-    """Note on a failure how often its request may be sent in all, and how long the store asked to wait."""
+    """Note on a failure how often a request may fail so (failures of other kinds do not count), and how long to wait."""
     error.__dict__["tries"] = tries
     error.__dict__["retry_after_s"] = retry_after_s
     return error
 
 
-def may_repeat(error: BaseException | None, attempt: int) -> bool:
-    """Whether the request that failed with ``error`` at its ``attempt``-th try (from 1) may be sent once more."""
-    return isinstance(error, StorageError) and attempt < int(error.__dict__.get("tries", NEVER))
-
-
 def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | None) -> dict[str, Any]:
     backoff = tenacity.wait_random_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
+    limited = 0
 
     def wait(state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -100,7 +96,16 @@ def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | 
         return max(backoff(state), asked)
 
     def repeat(state: tenacity.RetryCallState) -> bool:
-        return state.outcome is not None and may_repeat(state.outcome.exception(), state.attempt_number)
+        nonlocal limited
+        error = state.outcome.exception() if state.outcome else None
+        if not isinstance(error, StorageError):
+            return False
+        tries = int(error.__dict__.get("tries", NEVER))
+        limited += tries < AS_POLICY
+        if tries == AS_POLICY or limited < tries:
+            return True
+        error.with_context(attempts=state.attempt_number)
+        return False
 
     def stop(state: tenacity.RetryCallState) -> bool:
         if state.attempt_number >= policy.max_attempts:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode, urlsplit
-
-import boto3
-import botocore
-from botocore.config import Config as BotoConfig
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.checksum import crc32c, header_value
-from dcp_s3._transfer.faults import is_missing, is_precondition_failed, is_refused_as_unknown, translate
+from dcp_s3._transfer.clients import ControlClients
+from dcp_s3._transfer.faults import is_expired, is_missing, is_precondition_failed, is_refused_as_unknown, translate
+from dcp_s3._transfer.patience import Patience, call_within
 from dcp_s3._transfer.portal import on_fork
 from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
 
@@ -34,10 +32,6 @@ __all__ = [
     "is_precondition_failed",
     "is_refused_as_unknown",
 ]
-
-
-DEFAULT_REGION: Final = "us-east-1"
-_AGENT: Final = "dcp-s3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +63,6 @@ class UploadInfo:
     initiated: dt.datetime | None = None
 
 
-def boto_options(config: S3Config, *, path_style: bool) -> dict[str, Any]:
-    """The botocore settings that both planes share. Retries are ours alone; so are checksums."""
-    style = "path" if path_style else config.addressing_style
-    return {
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "s3": {"addressing_style": style, "payload_signing_enabled": False},
-        "connect_timeout": config.connect_timeout_s,
-        "read_timeout": config.read_timeout_s,
-        "max_pool_connections": config.max_concurrency + 4,
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "user_agent_extra": _AGENT,
-        "tcp_keepalive": True,
-        **({"signature_version": botocore.UNSIGNED} if config.unsigned else {}),
-    }
-
-
-def client_options(config: S3Config, endpoint: str | None, region: str) -> dict[str, Any]:
-    """Arguments of ``create_client``, for boto3 and aiobotocore alike."""
-    options: dict[str, Any] = {"region_name": region}
-    if endpoint is not None:
-        options["endpoint_url"] = endpoint
-    if config.verify_tls is not True:
-        options["verify"] = config.verify_tls
-    if config.access_key_id is not None:
-        options |= {
-            "aws_access_key_id": config.access_key_id,
-            "aws_secret_access_key": config.secret_access_key,
-            "aws_session_token": config.session_token,
-        }
-    return options
-
-
-def is_aws(endpoint: str) -> bool:
-    """Whether a host is AWS's own, where virtual-hosted style is the rule."""
-    host = urlsplit(endpoint).hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-
-
 def encryption(config: S3Config, *, write: bool) -> dict[str, Any]:
     """Request parameters of server-side encryption: SSE-C goes with reads and parts too, the others with creation."""
     if config.sse_customer_key is not None:
@@ -132,29 +87,8 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
     return options
 
 
-class _Clients:
-    """boto3 clients of one config, one per endpoint; thread-safe to use."""
-
-    def __init__(self, config: S3Config) -> None:
-        resolved = config.resolved()
-        session = boto3.session.Session(profile_name=resolved.profile)
-        region = resolved.region or session.region_name or DEFAULT_REGION
-        endpoints: tuple[str | None, ...] = resolved.endpoints or (None,)
-        self.clients = [self._create(session, resolved, endpoint, region) for endpoint in endpoints]
-
-    @staticmethod
-    def _create(session: boto3.session.Session, config: S3Config, endpoint: str | None, region: str) -> Any:  # noqa: ANN401
-        path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)
-        options = client_options(config, endpoint, region)
-        client = session.client("s3", config=BotoConfig(**boto_options(config, path_style=path_style)), **options)
-        if config.addressing_style == "auto" and not path_style and not is_aws(client.meta.endpoint_url):
-            # the endpoint came from the profile's own file
-            client = session.client("s3", config=BotoConfig(**boto_options(config, path_style=True)), **options)
-        return client
-
-
 _lock = threading.Lock()
-_clients: dict[S3Config, _Clients] = {}
+_clients: dict[S3Config, ControlClients] = {}
 _without_checksums: set[S3Config] = set()
 """Configs whose store refused a checksum header and took Content-MD5."""
 
@@ -168,14 +102,22 @@ def _forget() -> None:
 on_fork(_forget)
 
 
-def _clients_for(config: S3Config) -> list[Any]:
+def _clients_for(config: S3Config) -> ControlClients:
     with _lock:
         if config not in _clients:
-            try:
-                _clients[config] = _Clients(config)
-            except Exception as error:
-                raise translate(error, operation="CreateClient", bucket="") from error
-        return _clients[config].clients
+            _clients[config] = ControlClients(config)
+        return _clients[config]
+
+
+def _renew(config: S3Config, used: ControlClients) -> bool:
+    """Whether there are other clients than the ``used`` ones, with credentials that may not have expired."""
+    with _lock:
+        if _clients.get(config) is used:
+            fresh = used.renewed()
+            if fresh is None:
+                return False
+            _clients[config] = fresh
+        return True
 
 
 class ControlStore:
@@ -184,7 +126,7 @@ class ControlStore:
     Args:
         config: Endpoint, credentials and limits.
         bucket: Bucket name.
-        deadline: Ends the retries, and shortens nothing else.
+        deadline: Ends the retries and the attempts.
         rank: Named in errors.
         counter: Counts the retries.
     """
@@ -204,7 +146,6 @@ class ControlStore:
         self._rank = rank
         self._counter = counter
         self._server_time: dt.datetime | None = None
-        self._turn = 0
 
     def _call(
         self, operation: str, method: str, key: str | None, params: dict[str, Any], *, once: bool = False
@@ -212,15 +153,29 @@ class ControlStore:
         def attempt() -> dict[str, Any]:
             if self._deadline is not None:
                 self._deadline.check(f"sending {operation}")
-            clients = _clients_for(self.config)
-            client = clients[self._turn % len(clients)]
             try:
-                reply: dict[str, Any] = getattr(client, method)(Bucket=self.bucket, **params)
-                if "Body" in reply:
-                    reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
+                clients = _clients_for(self.config)
             except Exception as error:
-                self._turn += 1  # the next attempt goes to the next endpoint, if there are several
                 raise translate(error, operation=operation, bucket=self.bucket, key=key) from error
+            endpoint = clients.rotation.take()
+            patience = self._patience()
+            patience.allow(len(params.get("Body", b"")))
+
+            def send() -> dict[str, Any]:
+                reply: dict[str, Any] = getattr(clients[endpoint], method)(Bucket=self.bucket, **params)
+                if "Body" in reply:
+                    patience.allow(int(reply.get("ContentLength") or 0))
+                    reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
+                return reply
+
+            try:
+                reply = call_within(patience, send)
+            except Exception as error:
+                made = translate(error, operation=operation, bucket=self.bucket, key=key)
+                clients.rotation.note(endpoint, made)
+                if is_expired(made) and _renew(self.config, clients):
+                    retry.mark(made, tries=2)  # once more, with other credentials
+                raise made from error
             self._note_time(reply)
             return reply
 
@@ -231,6 +186,10 @@ class ControlStore:
         except DcpS3Error as error:
             error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
             raise
+
+    def _patience(self) -> Patience:
+        seconds = self.config.connect_timeout_s + 2 * self.config.read_timeout_s
+        return Patience(seconds, at_most=seconds + _DAY_S if self._deadline is None else self._deadline.remaining())
 
     def _note_time(self, reply: dict[str, Any]) -> None:
         date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")

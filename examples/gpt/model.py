@@ -1,4 +1,5 @@
 """A small GPT over bytes, and the text it is trained on: the sources of Python's own standard library."""
+# ruff: noqa: INP001 -- part of a program, not of a package
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@
 
 Endpoint and credentials come from the environment, by AWS's conventions.
 """
-# ruff: noqa: INP001, T201 -- a program, which says what it does
+# ruff: noqa: T201 -- it says what it does
+# torch does not declare all that it exports:
+# mypy: disable-error-code="attr-defined,no-untyped-call"
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import hashlib
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +34,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, list_checkpoints
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 BATCH = 4
 """Pieces of text per rank and step."""
@@ -93,31 +92,31 @@ class Training(Stateful):
 
 
 def last_committed(url: str) -> str:
-    """Return the name of the run's last committed checkpoint, the same on all ranks."""
+    """Return the URL of the run's last committed checkpoint, the same on all ranks."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
-        names = [checkpoint.url.rsplit("/", 1)[-1] for checkpoint in list_checkpoints(url)]
-        found = [max((name for name in names if name.startswith("step-")), default=None)]
+        complete = [checkpoint.url for checkpoint in list_checkpoints(url) if checkpoint.state == "complete"]
+        found = [complete[-1] if complete else None]
     dist.broadcast_object_list(found)
     if found[0] is None:
-        raise SystemExit(f"no checkpoint to resume from at {url}")
+        raise SystemExit(f"there is no checkpoint to resume from at {url}")
     return found[0]
 
 
 def resume(training: Training, url: str, group: dist.ProcessGroup, records: Records) -> int:
     """Load the last committed checkpoint; return its step."""
-    name = last_committed(url)
-    state = {"training": training, "step": 0, "sha256": ""}
+    last = last_committed(url)
+    state: dict[str, Any] = {"training": training, "step": 0, "sha256": ""}
     started = time.perf_counter()
-    dcp.load(state, checkpoint_id=name, storage_reader=S3StorageReader(url), process_group=group)
+    dcp.load(state, storage_reader=S3StorageReader(last), process_group=group)
     seconds = time.perf_counter() - started
     step, saved = state["step"], state["sha256"]
     loaded = training.sha256()
-    records.note("load", step=step, seconds=seconds, saved_sha256=saved, loaded_sha256=loaded)
+    records.event("loaded", step=step, seconds=seconds, saved_sha256=saved, loaded_sha256=loaded)
     if dist.get_rank() == 0:
-        print(f"{name} loaded on {dist.get_world_size()} ranks in {seconds:.2f} s")
+        print(f"{last} loaded on {dist.get_world_size()} ranks in {seconds:.2f} s", flush=True)
     if loaded != saved:
-        raise SystemExit(f"{name} was saved with the digest {saved} and loaded with {loaded}")
+        raise SystemExit(f"{last} was saved with the digest {saved} and loaded with {loaded}")
     return int(step)
 
 
@@ -130,54 +129,38 @@ def train(options: argparse.Namespace, records: Records) -> None:
     training = Training(options.size)
     text = corpus()
     first = resume(training, options.url, group, records) if options.resume else 0
-    pending: Future[Any] | None = None
+    pending: Any = None  # the future of the last async save
 
     for step in range(first + 1, options.steps + 1):
         loss = training.step(text, step)
-        records.note_processes()
-        records.note("step", step=step, loss=loss)
+        records.processes()
+        records.event("step", step=step, loss=loss)
         if step % options.save_every:
             continue
+
         name = f"step-{step:06d}"
-        state = {"training": training, "step": step, "sha256": training.sha256()}
-        dist.barrier()
+        state: dict[str, Any] = {"training": training, "step": step, "sha256": training.sha256()}
         mode = "sync" if step <= options.sync_until else options.mode
-        started = time.perf_counter()
-        if mode == "sync":
-            dcp.save(state, checkpoint_id=name, storage_writer=writer, process_group=group)
-        else:
+        dist.barrier()  # what comes now is timed
+        with records.save(step, loss, mode, state["sha256"]) as save:
+            if mode == "sync":
+                dcp.save(state, checkpoint_id=name, storage_writer=writer, process_group=group)
+                save.committed()
+                continue
             if pending is not None:
-                pending.result()  # DCP does not keep two saves apart, and a failed one is heard of here
+                pending.result()  # DCP does not keep two saves apart; and this is where a failed one is heard of
+            save.begun()
             pending = dcp.async_save(
                 state,
                 checkpoint_id=name,
                 storage_writer=writer,
                 process_group=group,
-                async_checkpointer_type=AsyncCheckpointerType(options.mode),
+                async_checkpointer_type=AsyncCheckpointerType(mode),
             )
-        blocked = time.perf_counter() - started
-        report(records, step, loss, mode, state["sha256"], started, blocked, pending)
+            pending.add_done_callback(save.ended)
 
     if pending is not None:
         pending.result()
-
-
-def report(
-    records: Records, step: int, loss: float, mode: str, sha256: str, started: float, blocked: float, pending: Future[Any] | None
-) -> None:
-    """Say that a save has begun, and note when it is committed."""
-
-    def committed(_: object = None) -> None:
-        if pending is None or pending.exception() is None:
-            records.note("committed", step=step, mode=mode, seconds=time.perf_counter() - started)
-
-    records.note("save", step=step, mode=mode, blocked_s=blocked, sha256=sha256)
-    if dist.get_rank() == 0:
-        print(f"step {step:3d}  loss {loss:.3f}  saving ({mode}) blocked the training for {blocked:.3f} s", flush=True)
-    if mode == "sync" or pending is None:
-        committed()
-    else:
-        pending.add_done_callback(committed)
 
 
 def main() -> None:
@@ -190,12 +173,12 @@ def main() -> None:
     parser.add_argument("--mode", choices=("thread", "process"), default="thread", help="where async_save works")
     parser.add_argument("--size", choices=sorted(SIZES), default="demo")
     parser.add_argument("--resume", action="store_true", help="go on from the last committed checkpoint")
-    parser.add_argument("--records", type=Path, help="directory to note process ids and events in")
+    parser.add_argument("--records", type=Path, help="directory to note processes and events in")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     records = Records(options.records, dist.get_rank())
-    records.note_processes()
+    records.processes()
     train(options, records)
     dist.destroy_process_group()
 

@@ -234,11 +234,16 @@ def test_what_complete_refuses():
         assert complete() == (400, "MalformedXML")
         part = {"Body": b"c", "PartNumber": 4}
         assert refusal(c.upload_part, **same, **part) == (400, "InvalidArgument")
-        part = {"Body": b"c", "PartNumber": 3, "ChecksumCRC32C": crc32c(b"c")}
+        part = {"Body": b"c", "PartNumber": 1, "ChecksumCRC32C": crc32c(b"c")}
+        etag = c.upload_part(**same, **part)["ETag"]
+        assert complete({"PartNumber": 1, "ETag": etag, "ChecksumCRC32C": crc32c(b"d")}) == (400, "InvalidPart")
+        server.configure(**PROFILES["strict-checksum-type"])
         assert refusal(c.upload_part, **same, **part) == (400, "InvalidRequest")  # type mismatch: null against crc32c
         upload_id, parts = upload(c, "summed", b"a", ChecksumAlgorithm="CRC32C")
         del parts[0]["ChecksumCRC32C"]
         same |= {"Key": "summed", "UploadId": upload_id}
+        other = {"Body": b"c", "PartNumber": 1, "ChecksumCRC64NVME": "AAAAAAAAAAA="}
+        assert refusal(c.upload_part, **same, **other | {"Body": b""}) == (400, "InvalidRequest")
         assert complete(*parts) == (400, "InvalidRequest")
         assert server.objects() == {}
 
@@ -345,7 +350,9 @@ def test_who_may_do_what(s3: Handle):
         s3.configure(key_errors={}, expire_after_requests={"RANK0": 2})
         c.get_object(**get)["Body"].read()
         assert refusal(c.get_object, **get) == (400, "ExpiredToken")
-        s3.configure(expire_after_requests={}, max_request_age_s=60.0, clock_offset_s=3600.0)
+        s3.configure(expire_after_requests={}, expire_after_s={"RANK0": 0.0})
+        assert refusal(c.get_object, **get) == (400, "ExpiredToken")
+        s3.configure(expire_after_s={}, max_request_age_s=60.0, clock_offset_s=3600.0)
         assert refusal(c.get_object, **get) == (403, "RequestTimeTooSkewed")
         assert s3.violations()[0].startswith("request-age: GetObject 'k'")
         s3.configure(max_request_age_s=None, **PROFILES["least-privilege"])
@@ -382,6 +389,16 @@ def test_buckets_and_unknown_operations(s3: Handle):
         assert refusal(c.create_bucket, Bucket="none") == (409, "BucketAlreadyOwnedByYou")
         assert [row["Name"] for row in c.list_buckets()["Buckets"]] == [B, "none"]
         assert refusal(c.copy_object, Bucket=B, Key="k", CopySource="bucket/x") == (501, "NotImplemented")
+
+
+def test_virtual_hosts(s3: Handle):
+    """With a suffix set, the bucket comes from the host name; without a match, from the path."""
+    s3.put("k/l", b"x")
+    s3.configure(virtual_host="s3.test")
+    for host, path in [("bucket.s3.test:9000", "/k/l"), ("s3.test", "/bucket/k/l")]:
+        request = urllib.request.Request(s3.url + path, headers={"Host": host})
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            assert reply.read() == b"x"
 
 
 def test_discarded_bodies_and_shared_endpoints():

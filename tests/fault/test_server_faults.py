@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import http.client
 import os
 import ssl
@@ -132,6 +133,17 @@ def test_broken_writes(tls: bool, action: Action, exception: type, wire_bytes: i
         assert (record.wire_bytes, record.outcome, "k" in server.objects()) == (wire_bytes, outcome, stored)
         put(c, "next")
         assert server.read("next") == DATA
+
+
+def test_a_chunked_body_can_be_cut_too():
+    """With the SDK's trailers over HTTPS the body has two layers of framing; it breaks off, and arrives whole, alike."""
+    with FaultServer(tls=True) as server, client(server, request_checksum_calculation="when_supported") as c:
+        server.on("PutObject", reset("body", 300_000), nth=1)
+        with pytest.raises((ConnectionClosedError, SSLError)):
+            put(c)
+        put(c)
+        assert server.read("k") == DATA
+        assert [(r.wire_bytes > MIB, r.done) for r in server.requests("PutObject")] == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -346,16 +358,22 @@ def test_two_hundred_mebibytes_are_quick(s3: Handle):
     assert s3.violations() == []
 
 
-def test_nothing_is_left_running():
-    """After close there is no thread, and a request in flight was broken off."""
+def test_nothing_is_left_running(caplog: pytest.LogCaptureFixture):
+    """After close there is no thread and no task: a request in flight was broken off, one without a client given up."""
     before = threading.active_count()
     server = FaultServer()
-    server.on("PutObject", never_answer())
-    with client(server) as c, ThreadPoolExecutor(1) as pool:
-        writer = pool.submit(put, c)
-        server.wait_for("PutObject", ended=False)
+    server.on("PutObject", never_answer(), key="stalled")
+    server.on("PutObject", delay(60), key="zombie")
+    with client(server) as c, client(server, read_timeout=0.2) as hasty, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ReadTimeoutError):
+            put(hasty, "zombie")
+        writer = pool.submit(put, c, "stalled")
+        server.wait_for("PutObject", key="stalled", ended=False)
         server.close()
         assert isinstance(writer.exception(), BotoCoreError)
     assert threading.active_count() == before
     with pytest.raises(OSError):
         http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=1).connect()
+    del server
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []

@@ -47,12 +47,13 @@ class ControlServer:
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, port: int) -> int:
         """Listen; return the port."""
 
         def connected() -> Connection:
-            return Connection(0, 0, self._serve, lambda connection: None)
+            return Connection(0, 0, self._serve, lambda connection: None, self._tasks)
 
         self._server = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", port)
         return int(self._server.sockets[0].getsockname()[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -106,7 +107,7 @@ class Handle(abc.ABC):
             raise ValueError(f"no gate at stage {at!r}")
         if at == "late" and (then is None or (then.answer is None and then.ending_at != "handle")):
             raise ValueError("a gate at 'late' needs an answer, or an ending at 'handle', for the client")
-        name = f"gate-{next(self._gate_numbers)}"
+        name = f"gate-{os.getpid()}-{next(self._gate_numbers)}"  # forked users of one server do not collide
         self._add(operation, Action(gates=((at, name),)) | (then or Action()), name, match)
         return GateHandle(self, name)
 

@@ -41,7 +41,7 @@ class Record:
     """Request headers, names in lower case."""
     access_key: str | None = None
     age_s: float | None = None
-    """Server's clock minus the signing time at arrival (signed by header only)."""
+    """Least age of the signature at arrival by the server's clock (signed by header only)."""
     wire_bytes: int = 0
     """Body bytes received, with any aws-chunked framing."""
     body_bytes: int = 0

@@ -28,6 +28,7 @@ class Listener:
         self._accepting: asyncio.Task[None] | None = None
         self._welcoming: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, port: int) -> None:
         """Bind and accept; port 0 takes a free one, which is kept when going online again."""
@@ -50,7 +51,7 @@ class Listener:
         await _cancelled(list(self._welcoming))
         for connection in list(self._connections):
             connection.reset()
-        await _cancelled([c.task for c in self._connections if c.task is not None])
+        await _cancelled(list(self._tasks))
         for connection in list(self._connections):
             await connection.lost.wait()
 
@@ -89,7 +90,7 @@ class Listener:
         loop, counters = asyncio.get_running_loop(), self.core.counters
 
         def connected() -> Connection:
-            return Connection(number, self.endpoint, self._serve, self._lost)
+            return Connection(number, self.endpoint, self._serve, self._lost, self._tasks)
 
         timeouts: dict[str, Any] = (
             {} if self._tls is None else {"ssl_handshake_timeout": 10.0, "ssl_shutdown_timeout": 1.0}

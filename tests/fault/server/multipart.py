@@ -64,7 +64,7 @@ def upload_part(store: Store, request: Request, body: bytearray) -> Reply:
     checksums.require_md5(request, settings)
     payload = checksums.accept(request, body, settings)
     for algorithm in payload.checksums:
-        if settings.strict_checksum_type and algorithm != upload.algorithm:
+        if algorithm != upload.algorithm and (upload.algorithm is not None or settings.strict_checksum_type):
             expected = upload.algorithm or "null"
             raise S3Error(
                 "InvalidRequest",
@@ -133,12 +133,12 @@ def _listed(root: Any, upload: Upload) -> tuple[list[int], list[Part]]:  # root:
         part = upload.parts.get(number)
         if part is None or etag.strip('"') != part.etag:
             raise S3Error("InvalidPart", f"Part {number} could not be found, or its entity tag did not match.")
-        if upload.algorithm is not None:
-            value = text_of(entry, checksums.element_name(upload.algorithm))
-            if value is None and upload.checksum_type == "COMPOSITE":
-                message = f"The upload was created using a {upload.algorithm} checksum. The complete request must include the checksum for each part. It was missing for part {number} in the request."
+        for algorithm, own in part.checksums.items():
+            value = text_of(entry, checksums.element_name(algorithm))
+            if value is None and algorithm == upload.algorithm and upload.checksum_type == "COMPOSITE":
+                message = f"The upload was created using a {algorithm} checksum. The complete request must include the checksum for each part. It was missing for part {number} in the request."
                 raise S3Error("InvalidRequest", message)
-            if value is not None and value != part.checksums[upload.algorithm]:
+            if value is not None and value != own:
                 raise S3Error("InvalidPart", f"The checksum of part {number} did not match.")
         numbers.append(number)
         parts.append(part)

@@ -25,10 +25,14 @@ class Policy:
 
     @staticmethod
     def age_s(store: Store, request: Request) -> float | None:
-        """Return how long ago the request was signed by the store's clock; None if presigned or unsigned."""
+        """Return how long ago at least the request was signed by the store's clock; None if presigned or unsigned.
+
+        x-amz-date has whole seconds, so a positive age may be shorter by up to one second than the difference.
+        """
         if request.signed_unix_s is None or request.presigned_expires_s is not None:
             return None
-        return store.now() - request.signed_unix_s
+        age_s = store.now() - request.signed_unix_s
+        return max(0.0, age_s - 1.0) if age_s > 0 else age_s
 
     def check(self, store: Store, request: Request, age_s: float | None) -> None:
         """Raise S3Error if the request is refused."""

@@ -50,19 +50,17 @@ ERROR_STATUS = {
     "TooManyRequests": 429,
     "XAmzContentSHA256Mismatch": 400,
 }
-_REASONS = {100: "Continue", 200: "OK", 204: "No Content", 206: "Partial Content", 304: "Not Modified"}
+_REASONS = {200: "OK", 204: "No Content", 206: "Partial Content", 304: "Not Modified"}
 _DEFAULT_REASON = "Answer"
 
 
 class S3Error(Exception):
     """An operation ends with an S3 error code."""
 
-    def __init__(
-        self, code: str, message: str = "", *, status: int | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, code: str, message: str = "", *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message or code)
         self.code = code
-        self.status = ERROR_STATUS[code] if status is None else status
+        self.status = ERROR_STATUS[code]
         self.headers = dict(headers or {})
 
 

@@ -46,8 +46,9 @@ class Settings:
     # Checksums and framing
     checksum: Literal["verify", "ignore", "refuse-501", "refuse-400"] = "verify"
     """x-amz-checksum-*: verified and echoed; not looked at and not echoed; or the request is refused."""
-    strict_checksum_type: bool = True
-    """Refuse a part whose checksum algorithm is not the one its upload was created with ("type mismatch")."""
+    strict_checksum_type: bool = False
+    """Refuse a part with a checksum whose upload was created without one ("type mismatch"), as some stores do; another
+    algorithm than the upload's is always refused."""
     framing: Literal["decode", "raw", "refuse"] = "decode"
     """aws-chunked bodies: decoded; stored with their framing, as some stores do; or refused with 501."""
     verify_payload_hash: bool = True
@@ -142,6 +143,7 @@ PROFILES: dict[str, dict[str, Any]] = {  # settings by name, of any type
     },
     "keeps-framing": {"framing": "raw", "checksum": "ignore"},
     "refuses-checksums": {"framing": "refuse", "checksum": "refuse-501"},
+    "strict-checksum-type": {"strict_checksum_type": True},
     "refuses-conditions": {
         "conditional_put": "refuse",
         "conditional_complete": "refuse",

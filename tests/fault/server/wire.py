@@ -58,7 +58,8 @@ class Head:
 class Connection(asyncio.BufferedProtocol):
     """One client connection: bodies are received straight into their final buffer.
 
-    Only the task made from ``serve`` reads and writes; the event loop fills the buffers.
+    Only the task made from ``serve`` reads and writes; the event loop fills the buffers. The task is kept in ``tasks``, as it
+    may outlive the connection.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Connection(asyncio.BufferedProtocol):
         endpoint: int,
         serve: Callable[[Connection], Coroutine[Any, Any, None]],
         on_lost: Callable[[Connection], None],
+        tasks: set[asyncio.Task[None]],
     ) -> None:
         self.number, self.endpoint = number, endpoint
         self.rate_bytes_s: float | None = None
         self.lost = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
         self.on_close: Callable[[], None] | None = None
-        self._serve, self._on_lost = serve, on_lost
+        self._serve, self._on_lost, self._tasks = serve, on_lost, tasks
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -98,7 +99,9 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=_SLICE_BYTES)
-        self.task = self._loop.create_task(self._serve(self))
+        task = self._loop.create_task(self._serve(self))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wake whoever waits on this connection."""

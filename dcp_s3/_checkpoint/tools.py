@@ -1,0 +1,195 @@
+"""The tools' public functions: list, verify, collect garbage. They read manifests and never import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dcp_s3._checkpoint import gc
+from dcp_s3._checkpoint.gc import GarbageReport
+from dcp_s3._checkpoint.inventory import in_parallel, natural, read_records, walk
+from dcp_s3._checkpoint.layout import parse_url
+from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint
+from dcp_s3._transfer.store import ControlStore
+from dcp_s3.config import S3Config
+from dcp_s3.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import datetime as dt
+    import os
+
+    from dcp_s3._checkpoint.inventory import Record
+    from dcp_s3._checkpoint.layout import CheckpointUrl
+
+__all__ = [
+    "CheckpointInfo",
+    "GarbageReport",
+    "VerifyReport",
+    "abort_stale_uploads",
+    "collect_garbage",
+    "list_checkpoints",
+    "verify",
+]
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        url: Where it is.
+        records: Its commit records: ``.metadata``, or one per rank.
+        write_id: Identity of the save; another writer's has another form or is ``None``, as it is with several records.
+        committed_at: When the (last) record was written, by the store's clock.
+        bytes: Size of the data objects and records. Of another writer's checkpoint: of what the record names.
+        objects: How many data objects.
+        ours: It was written by this package and has the manifest that belongs to its record.
+        state: ``complete``, ``stock`` (another writer's: no manifest) or ``corrupt: <why>``. Whether the objects are all
+            there and right is what :func:`verify` tells.
+    """
+
+    url: str
+    records: tuple[str, ...]
+    write_id: str | None
+    committed_at: dt.datetime | None
+    bytes: int
+    objects: int
+    ours: bool
+    state: str
+
+
+def list_checkpoints(url: str | os.PathLike[str], *, config: S3Config | None = None) -> list[CheckpointInfo]:
+    """Find every committed checkpoint at a URL and below it. Needs ListBucket.
+
+    Args:
+        url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
+        config: Default: from the environment.
+
+    Returns:
+        Sorted by URL, numbers by value: ``step-9`` before ``step-10``.
+
+    Raises:
+        ConfigError: The URL or the configuration is wrong.
+        StorageError: The store refused or failed.
+    """
+    root = parse_url(url)
+    store = _open(root, config)
+    found = in_parallel(lambda place: _info(place, read_records(store, place)), walk(store, root))
+    return sorted((info for info in found if info is not None), key=lambda info: natural(info.url))
+
+
+def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
+    if not records:
+        return None
+    times = [time for record in records if (time := record.fetched.info.last_modified) is not None]
+    sizes: dict[str, int] = {}
+    write_ids: set[str | None] = set()
+    state = "complete"
+    for record in records:
+        if record.manifest is not None:
+            write_ids.add(record.manifest.write_id)
+            sizes.update((entry.key, entry.size) for entry in record.manifest.objects)
+            continue
+        try:
+            summary = record.summary()
+        except CorruptCheckpointError as error:
+            state = f"corrupt: {error.message}"
+            continue
+        write_ids.add(summary.write_id)
+        for entry in summary.entries:
+            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+        if record.is_ours(summary):
+            state = f"corrupt: {record.name}: {record.reason}"
+        elif state == "complete":
+            state = "stock"
+    return CheckpointInfo(
+        url=str(url),
+        records=tuple(record.name for record in records),
+        write_id=write_ids.pop() if len(write_ids) == 1 else None,
+        committed_at=max(times, default=None),
+        bytes=sum(sizes.values()) + sum(len(record.fetched.body) for record in records),
+        objects=len(sizes),
+        ours=all(record.manifest is not None for record in records),
+        state=state,
+    )
+
+
+def verify(url: str | os.PathLike[str], *, deep: bool = False, config: S3Config | None = None) -> VerifyReport:
+    """Check that a checkpoint is whole: record and manifest belong together, every object is there with the right size.
+
+    Args:
+        url: The checkpoint's URL.
+        deep: Also read every object and compare its CRCs with those taken at the save.
+        config: Default: from the environment.
+
+    Raises:
+        ConfigError: The URL or the configuration is wrong.
+        CheckpointNotFoundError: No checkpoint is there.
+        StorageError: The store refused or failed.
+    """
+    place = parse_url(url)
+    return verify_checkpoint(_open(place, config), place, deep=deep)
+
+
+def collect_garbage(
+    url: str | os.PathLike[str],
+    *,
+    dry_run: bool = True,
+    older_than_s: float = DAY_S,
+    config: S3Config | None = None,
+    no_writer_runs: bool = False,
+) -> GarbageReport:
+    """Delete what failed and replaced saves left at a URL and below it, and abort their open uploads.
+
+    Only objects of this package's exact name pattern go, if no commit record's manifest names them and they are older
+    than the margin by the store's clock. Where a record has no matching manifest (another writer's checkpoint, or a
+    damaged one), nothing is touched. Needs ListBucket, ListBucketMultipartUploads, DeleteObject, AbortMultipartUpload.
+
+    Args:
+        url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
+        dry_run: Only report.
+        older_than_s: The margin, seconds; at least the save deadline and 900 s more.
+        config: Default: from the environment. Its ``save_deadline_s`` should be that of the writers.
+        no_writer_runs: Allow a smaller margin.
+
+    Raises:
+        ConfigError: The URL, the configuration or the margin is wrong.
+        StorageError: The store refused or failed.
+    """
+    root = parse_url(url)
+    config = config if config is not None else S3Config.from_env()
+    gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
+    return gc.collect(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+
+
+def abort_stale_uploads(
+    url: str | os.PathLike[str],
+    *,
+    older_than_s: float = DAY_S,
+    dry_run: bool = False,
+    config: S3Config | None = None,
+    no_writer_runs: bool = False,
+) -> GarbageReport:
+    """Abort the open multipart uploads of our objects at a URL and below it that are older than the margin.
+
+    Args:
+        url: ``s3://bucket/prefix``.
+        older_than_s: The margin, seconds; at least the save deadline and 900 s more.
+        dry_run: Only report.
+        config: Default: from the environment. Its ``save_deadline_s`` should be that of the writers.
+        no_writer_runs: Allow a smaller margin.
+
+    Raises:
+        ConfigError: The URL, the configuration or the margin is wrong.
+        StorageError: The store refused or failed.
+    """
+    root = parse_url(url)
+    config = config if config is not None else S3Config.from_env()
+    gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
+    return gc.abort_uploads(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+
+
+def _open(url: CheckpointUrl, config: S3Config | None) -> ControlStore:
+    return ControlStore(config if config is not None else S3Config.from_env(), url.bucket)

@@ -1,0 +1,262 @@
+"""The allow-list unpickler: bounded, unmoved by hostile programs, quick, and gentle to the garbage collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import threading
+from dataclasses import dataclass
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3 import CorruptCheckpointError
+from dcp_s3._checkpoint.strict_pickle import Sealed, gate, gc_paused, load
+from tests.unit.records import name, program
+
+
+@dataclass
+class Point:
+    x: int = 1
+
+
+POINT = gate(Point)
+
+
+def find(module: str, attribute: str) -> object:
+    return {"Point": POINT, "Size": tuple}.get(attribute) if module == "m" else None
+
+
+def run(data: bytes) -> object:
+    return load(data, find, source="s3://b/.metadata")
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 200), 1 << 200)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+        | st.sets(st.integers(), max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain, st.sampled_from([4, 5]))
+def test_what_picklers_write_passes(value: object, protocol: int) -> None:
+    """Values of every plain kind come back equal, from both protocols that stock writers use."""
+    assert run(pickle.dumps(value, protocol=protocol)) == value
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 1 << 20])
+def test_strings_and_bytes_of_every_length(size: int) -> None:
+    """Short and long forms, inside and outside of frames."""
+    value = {"a": "x" * size, "b": b"." * size, "c": ["é" * size]}
+    assert run(pickle.dumps(value, protocol=4)) == value
+
+
+@pytest.mark.parametrize(
+    "data, named",
+    [
+        (program(name("posix", "system"), b"\x8c\x02id\x85R"), "posix.system"),
+        (program(name("builtins", "eval"), b"\x8c\x011\x85R"), "builtins.eval"),
+        (program(name("builtins", "getattr"), b"N\x85R"), "builtins.getattr"),
+        (program(name("builtins", "bytearray"), b"\x8a\x05\x00\x00\x00\x00\x10\x85R"), "builtins.bytearray"),
+        (program(name("m", "Point.__init__.__globals__")), "m.Point.__init__.__globals__"),
+        (program(b"cposix\nsystem\n\x8c\x02id\x85R"), "posix.system"),
+        (b"cposix\nsystem\n(S'id'\ntR.", "posix.system"),
+        (b"(S'id'\niposix\nsystem\n.", "posix.system"),
+        (pickle.dumps(os.system, protocol=2), "posix.system"),
+        (pickle.dumps(os.system, protocol=0), "posix.system"),
+    ],
+)
+def test_a_name_that_is_not_allowed_is_refused(data: bytes, named: str) -> None:
+    """Whatever way a global is named, nothing is run, and the message has source and name."""
+    with pytest.raises(CorruptCheckpointError, match=rf"^s3://b/\.metadata names '{named}'"):
+        run(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        program(b"Nr\xff\xff\xff\x7f"),  # LONG_BINPUT: a memo of 2**32 slots
+        b"Np2147483647\n.",
+        program(b"\x8c\x01xp99999999\n"),
+        program(b"\x82\x01"),  # EXT1: a name from copyreg's registry
+        program(b"Pid\n"),  # PERSID
+        program(b"NQ"),
+        program(b"N2\x86"),  # DUP
+        program(b"\x96\x00\x00\x00\x00\x00\x00\x00\x01"),  # BYTEARRAY8 of 2**56 bytes
+        program(b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"),  # BINBYTES8 of 2**63 bytes
+        program(b"\x8d\x00\x00\x00\x00\x00\x01\x00\x00a"),
+        program(b"B\xff\xff\xff\xffa"),
+        program(b"X\xff\xff\xff\x7fa"),
+        program(b"\x95\xff\xff\xff\xff\xff\xff\xff\x7fN"),  # a frame of 2**63 bytes
+        program(b"\x8b\xff\xff\xff\x7f"),  # LONG4
+        program(b"\x97"),
+        b"\x80\x06N.",
+        b"",
+        b".",
+        b"N",
+        b"N..",
+        b"N.N",
+        b"\x80",
+        program(b"\x8c\xffabc"),
+        program(b"h\x05"),
+        program(b"t"),
+        program(b"a"),
+        program(name("m", "Point"), b"K\x01\x85\x81NK\x05\x86b"),
+    ],
+)
+def test_lies_and_damage_are_corruption(data: bytes) -> None:
+    """Sizes beyond the data, memo bombs, cut programs and empty stacks: our error, and no memory is taken."""
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(CorruptCheckpointError, match=r"^s3://b/\.metadata "):
+        run(data)
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+DEEP = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "data, top",
+    [
+        (program(b"N", b"\x85" * DEEP), tuple),
+        (program(b"]" * DEEP, b"a" * (DEEP - 1)), list),
+        (program(b"}K\x01" * DEEP, b"N", b"s" * DEEP), dict),
+        (program((name("m", "Point") + b")\x81}\x8c\x01x") * 100_000, b"N", b"sb" * 100_000), Point),
+    ],
+    ids=["tuple", "list", "dict", "instance"],
+)
+def test_deep_nesting_does_not_end_the_process(data: bytes, top: type) -> None:
+    """A million levels are built, and freed again, without exhausting the stack."""
+    assert type(run(data)) is top
+
+
+def test_a_gate_makes_the_real_thing() -> None:
+    """Instances are of the real class, without running its __init__; arguments of the pickle are ignored."""
+    made = run(program(name("m", "Point"), b"K\x07\x85\x81}\x8c\x01xK\x05sb"))
+    assert made == Point(5)
+    assert run(program(name("m", "Point"), b"K\x07\x85R}\x8c\x01xK\x06sb")) == Point(6)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"}\x8c\x01xK\x05s",  # a dict, for __dict__
+        b"N}\x8c\x08__init__Ns\x86",  # slots: setattr
+        b"N}\x8c\x09__class__" + name("m", "Size") + b"s\x86",
+        b"N}\x8c\x09__bases__)s\x86",
+    ],
+)
+def test_a_pickle_cannot_change_a_class(state: bytes) -> None:
+    """BUILD on a class, instead of on an instance, is refused, and the class is as before."""
+    before = dict(vars(Point)), dict(vars(POINT))
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        run(program(name("m", "Point"), state, b"b"))
+    assert (dict(vars(Point)), dict(vars(POINT))) == before
+    assert type(POINT) is Sealed
+
+
+def test_an_instance_cannot_become_something_else() -> None:
+    """Assigning __class__ through a pickle fails: gates have another layout than instances."""
+    data = program(name("m", "Point"), b")\x81N}\x8c\x09__class__", name("m", "Point"), b"s\x86b")
+    with pytest.raises(CorruptCheckpointError):
+        run(data)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_raise_anything_else(body: bytes) -> None:
+    """Arbitrary programs end as a value or as our error."""
+    with contextlib.suppress(CorruptCheckpointError):
+        run(b"\x80\x04" + body + b".")
+
+
+INSTRUCTIONS = [bytes([op]) for op in b"\x94)(}]\x81usb\x85\x86\x87tRN\x88\x89ea\x93\x8f\x90\x91ldo"]
+INSTRUCTIONS += [b"K\x01", b"h\x00", b"h\x01", b"\x8c\x01x", b"C\x01x", name("m", "Point"), name("m", "Size")]
+
+
+@given(st.lists(st.sampled_from(INSTRUCTIONS), max_size=40))
+def test_no_program_raises_anything_else(body: list[bytes]) -> None:
+    """Programs of allowed instructions in any order end as a value or as our error; the real class stays."""
+    before = dict(vars(Point))
+    with contextlib.suppress(CorruptCheckpointError):
+        run(program(*body))
+    assert dict(vars(Point)) == before
+
+
+def test_the_collector_is_paused_and_resumed() -> None:
+    """Off inside, on again afterwards, also after an error."""
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(CorruptCheckpointError):
+        run(program(b"t"))
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    """Whoever switched it off keeps it off."""
+    gc.disable()
+    try:
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_last_thread_out_resumes_the_collector() -> None:
+    """Two overlapping pauses: it stays off until the later one ends."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with gc_paused():
+            entered.set()
+            leave.wait(30)
+
+    with gc_paused():
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert entered.wait(30)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join(30)
+    assert gc.isenabled()
+
+
+def test_a_child_forked_during_a_pause_has_its_collector() -> None:
+    """A process forked while another thread unpickles does not run without a collector for ever."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with gc_paused():
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(30)
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - the child
+        good = gc.isenabled()
+        with gc_paused():
+            good = good and not gc.isenabled()
+        os._exit(0 if good and gc.isenabled() else 1)
+    leave.set()
+    thread.join(30)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
