@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_s3._staging_buffers import Lease, Shipment, lease_of, receive
-from dcp_s3._staging_snapshot import join_dtensor
+from dcp_s3._staging_snapshot import first_line, join_dtensor
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StagingFailed:
 
 def failed(error: BaseException) -> dict[str, Any]:
     """The state dict that stands for one that could not be staged."""
-    text = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, DcpS3Error) else first_line(error)
     logger.error("staging a state dict failed, and so will its save: %s", text)
     logger.debug("staging failed here:\n%s", "".join(traceback.format_exception(error)))
     # Only the text: a traceback would keep the buffer's tensors alive for as long as somebody keeps the error.

@@ -95,7 +95,7 @@ class Snapshot:
                 self._tree: dict[str, Any] = self._take(dict(state_dict))
         except Exception as error:
             leaf = "/".join(reversed(self._path))
-            raise DcpS3Error(f"{leaf!r} cannot be staged: {type(error).__name__}: {error}") from error
+            raise DcpS3Error(f"{leaf!r} cannot be staged: {first_line(error)}") from error
         # What the caller's streams hold queued now has to end before the copies begin.
         self._ready = {
             device: torch.cuda.current_stream(device).record_event()
@@ -199,7 +199,8 @@ class Snapshot:
             if all(not isinstance(part, torch.Tensor) or part.is_contiguous() for part in inner):
                 outer = (context, tensor.size(), tensor.stride())
                 return _Joined(functools.partial(_unflatten, kind, names, outer), [self._take(part) for part in inner])
-        return tensor.detach().to("cpu", copy=True)  # sparse, quantized, nested, foreign subclasses
+        foreign = tensor.detach()  # sparse, quantized, nested, another layout or class
+        return foreign.clone() if foreign.device.type == "cpu" else foreign.to("cpu")
 
     def _take_plain(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 -- a tensor, or the place of one
         count = tensor.numel()
@@ -224,6 +225,11 @@ class Snapshot:
             self._sources.append(tensor)
             self._end += -(-count * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
         return place
+
+
+def first_line(error: BaseException) -> str:
+    """Class and text of an error, without the pages that torch may append."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
@@ -292,7 +298,7 @@ def _copy_all(
         if source.is_cuda:
             on_device[source.device].append((target, source))
         elif source.is_conj() or source.is_neg():
-            target.copy_(source)  # resolves both
+            target.copy_(source)  # resolves both, and needs no temporary
         else:
             into.append(target)
             out_of.append(source)

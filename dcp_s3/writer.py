@@ -316,6 +316,8 @@ class S3StorageWriter(StorageWriter):
             lease = lease_of(data)
             if lease is not None:
                 leases.add(lease)
+            if data.layout is not torch.strided:  # loading copies into the template's values, which leaves it empty
+                raise ConfigError(f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense")
             info = shard.write_tensor(data)
             info.__dict__["dtype"] = data.dtype  # a cached plan, and the metadata cached with it, know an earlier save's
         else:

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp_s3._checkpoint.record import memory_of
+from dcp_s3._checkpoint.record import memory_of, scratch
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from dcp_s3._transfer.download import RangeRead
 from dcp_s3._transfer.plan import coalesce
@@ -79,7 +79,7 @@ class Batch:
     def destinations(self) -> list[memoryview | int]:
         """Allocate the scratch and lay out where the bytes of the GET go."""
         if self.together:
-            block = memoryview(bytearray(self.scratch))
+            block = scratch(self.scratch)
             self.segments = [[block[p.start - self.start : p.end - self.start]] for p in self.pieces]
             return [block]
         out: list[memoryview | int] = []
@@ -90,9 +90,9 @@ class Batch:
                 out.append(piece.start - position)
             if piece.direct and piece.target is not None:
                 trail = piece.end - piece.start - piece.lead - piece.length
-                parts = [memoryview(bytearray(piece.lead)), piece.target, memoryview(bytearray(trail))]
+                parts = [scratch(piece.lead), piece.target, scratch(trail)]
             else:
-                parts = [memoryview(bytearray(piece.end - piece.start))]
+                parts = [scratch(piece.end - piece.start)]
             self.segments.append(parts)
             out += parts
             position = piece.end

@@ -115,7 +115,7 @@ def collect(store: ControlStore, root: CheckpointUrl, *, dry_run: bool, older_th
     """
     run = _Run(store, root, dry_run=dry_run, older_than_s=older_than_s)
     run.list_objects()
-    run.list_uploads()
+    run.list_uploads_if_possible()
     for owner in sorted({*run.objects, *run.uploads}, key=natural):
         run.collect_at(CheckpointUrl(root.bucket, owner))
     return run.report()
@@ -171,12 +171,16 @@ class _Run:
     def list_uploads(self) -> None:
         """Find the open multipart uploads of our objects that are older than the margin."""
         now: dt.datetime | None = None
+        for upload in self._store.list_uploads(self._root.key("")):
+            now = now or self._store.server_time()
+            owner = self._owner(upload.key)
+            if owner is not None and upload.key.endswith(".distcp") and self._is_stale(upload.initiated, now):
+                self.uploads[owner].append(upload)
+
+    def list_uploads_if_possible(self) -> None:
+        """The same; a store that cannot list them, or does not permit it, is noted."""
         try:
-            for upload in self._store.list_uploads(self._root.key("")):
-                now = now or self._store.server_time()
-                owner = self._owner(upload.key)
-                if owner is not None and upload.key.endswith(".distcp") and self._is_stale(upload.initiated, now):
-                    self.uploads[owner].append(upload)
+            self.list_uploads()
         except StorageUnavailableError:
             raise
         except StorageError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import mmap
 import threading
 import zipfile
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 SMALL_BYTES: Final = 128 << 10
 """Records with less raw data than this are joined in memory: many tiny views cost more than copying them."""
+
+_MAPPED_BYTES: Final = 256 << 10
+_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype of each size that torch can copy by element, for those that it cannot."""
 
 _lock = threading.Lock()
 
@@ -143,6 +148,31 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def scratch(nbytes: int) -> memoryview:
+    """Zeroed memory that the system has back as soon as its last view is gone.
+
+    From the heap, whose holes between long-lived blocks do not fit again, a save with 40 MiB of copies in flight grew by
+    270 MiB.
+
+    Args:
+        nbytes: 0 or more.
+    """
+    return memoryview(mmap.mmap(-1, nbytes)) if nbytes >= _MAPPED_BYTES else memoryview(bytearray(nbytes))
+
+
+def copied(tensor: torch.Tensor) -> memoryview:
+    """The row-major bytes of a tensor without lazy bits, copied.
+
+    Args:
+        tensor: Any device, strides and dtype.
+    """
+    memory = scratch(tensor.numel() * tensor.element_size())
+    if memory:
+        width = _WIDTHS[tensor.element_size()]
+        torch.frombuffer(memory, dtype=width).view(tensor.shape).copy_(tensor.view(width))
+    return memory
+
+
 def copy_small(tensor: torch.Tensor) -> bytes:
     """The bytes of a small contiguous CPU tensor, copied."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
@@ -182,7 +212,5 @@ def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.cpu().contiguous() if tensor.device.type != "cpu" else tensor.contiguous()
     except (RuntimeError, NotImplementedError):
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
-            tensor.element_size()
-        ]
+        width = _WIDTHS[tensor.element_size()]
         return tensor.view(width).cpu().contiguous().view(tensor.dtype)

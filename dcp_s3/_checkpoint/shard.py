@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from dcp_s3._checkpoint.layout import data_key
 from dcp_s3._checkpoint.record import (
     SMALL_BYTES,
+    copied,
     copy_small,
     is_raw,
     memory_of,
@@ -89,7 +90,7 @@ class ShardWriter:
         self._upload: ObjectUpload | None = None
         self._name = ""
         self._opened = 0
-        self._slab = bytearray()
+        self._slab = memoryview(b"")
         self._used = 0
         self.size = 0
 
@@ -158,9 +159,8 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Cancel and abort what is open. Never raises."""
-        if self._slab:
-            self._plane.budget.release(len(self._slab))
-            self._slab = bytearray()
+        self._slab = memoryview(b"")
+        self._used = 0
         if self._upload is not None:
             self._upload.abort()
             self._upload = None
@@ -180,6 +180,7 @@ class ShardWriter:
         if self._upload is None:
             return
         self._flush()
+        self._new_slab(0)
         upload = self._upload
         self.size += upload.size
         self._receipts.append(upload.finish())
@@ -196,7 +197,7 @@ class ShardWriter:
             return
         for piece in row_major_slices(tensor, COPY_BYTES):
             self._upload.reserve(piece.numel() * piece.element_size())
-            yield memory_of(to_contiguous_cpu(plain(piece)).clone()), True
+            yield copied(plain(piece)), True
 
     def _device_views(self, tensor: torch.Tensor) -> Iterator[tuple[memoryview, bool]]:
         """Copy slices of a CUDA tensor to pinned memory, the next one while the last is checked and sent.
@@ -233,24 +234,24 @@ class ShardWriter:
     def _join(self, data: bytes) -> None:
         if len(self._slab) - self._used < len(data):
             self._flush()
-            self._new_slab()
+            self._new_slab(SLAB_BYTES)
         self._slab[self._used : self._used + len(data)] = data
         self._used += len(data)
 
-    def _new_slab(self) -> None:
+    def _new_slab(self, nbytes: int) -> None:
         assert self._upload is not None  # noqa: S101
-        self._upload.reserve(SLAB_BYTES)
-        self._slab = bytearray(SLAB_BYTES)
+        self._upload.give_back(len(self._slab))
+        self._slab = memoryview(b"")
+        self._upload.reserve(nbytes)
+        self._slab = memoryview(bytearray(nbytes))
 
     def _flush(self) -> None:
         """Hand the joined bytes on. What is left of the slab goes on being filled: no byte of it is written twice."""
         if not self._used:
             return
         assert self._upload is not None  # noqa: S101
-        slab, used = self._slab, self._used
-        self._slab, self._used = bytearray(), 0
-        self._plane.budget.release(len(slab) - used)
-        self._upload.append(memoryview(slab)[:used], copied=True)
+        joined, self._slab, self._used = self._slab[: self._used], self._slab[self._used :], 0
+        self._upload.append(joined, copied=True)
 
     def _info(self, start: int, raw_offset: int | None, crcs: bytes) -> _StorageInfo:
         assert self._upload is not None  # noqa: S101

@@ -129,7 +129,7 @@ class DataPlane:
                 except Exception as error:
                     made = translate(error, operation=operation, bucket=job.bucket, key=key, part=part)
                     clients.rotation.note(endpoint, made)
-                    if is_expired(made) and await self._renew(clients):
+                    if is_expired(made) and await self._clients.renew(clients):
                         retry.mark(made, tries=2)  # once more, with other credentials
                     raise made from error
                 return reply
@@ -259,17 +259,19 @@ class DataPlane:
             return await self._call(job, operation, method, key, base | extra, part=part, views=views, check=check)
 
         sums = self.checksum_params(crc, views) if checksums else {}
-        if not self.sends_md5:
+        forms = [] if self.sends_md5 else [sums, {}] if sums and self.config.checksum == "auto" else [sums]
+        for form in forms:
             try:
-                reply = await send(sums)
+                reply = await send(form)
             except StorageError as error:
-                if not is_refused_as_unknown(error):
+                if not is_refused_as_unknown(error) or (form and form is forms[-1]):
                     raise
-                _log.info("%s was refused (%s); trying Content-MD5 instead of a checksum header", operation, error.code)
+                _log.info("the store refused %s with %s (%s)", operation, list(form) or "no checksum", error.code)
             else:
-                if sums and not any(reply.get(name) for name in sums):
-                    self.sends_checksums = self.config.checksum != "auto"  # ignored: not worth sending
+                if sums and not any(reply.get(name) for name in form):
+                    self.sends_checksums = self.config.checksum != "auto"  # refused or ignored: not worth sending
                 return reply
+        # a bucket with Object Lock wants a checksum, and an old store knows only this one
         reply = await send({"ContentMD5": await asyncio.to_thread(_md5, views)})
         self.sends_md5, self.sends_checksums = True, False
         return reply

@@ -97,6 +97,7 @@ class Downloader(Generic[T]):
                     if done not in self._again:
                         self._plane.budget.release(done.scratch)
                         done.pieces = ()
+                self._job.progress.touch()  # the time that the caller took is no stall
         finally:
             self._cancel()
 
@@ -161,3 +162,6 @@ class Downloader(Generic[T]):
             read, work = self._ended.get()
             self._running.discard(work)
             self._plane.budget.release(read.scratch)
+        for read in self._again:
+            self._plane.budget.release(read.scratch)
+        self._again.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ssl
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from botocore.exceptions import (
     BotoCoreError,
@@ -218,7 +218,7 @@ def is_precondition_failed(error: BaseException) -> bool:
     return isinstance(error, StorageError) and error.status == 412
 
 
-def is_expired(error: BaseException) -> bool:
+def is_expired(error: BaseException) -> TypeGuard[StorageError]:
     """Whether the store said that the credentials have expired: others may be there by now."""
     return isinstance(error, StorageError) and error.code in _EXPIRED
 

@@ -31,6 +31,10 @@ class Progress:
         self.moved = 0
         self._parent = parent
 
+    def touch(self) -> None:
+        """Begin to wait: what was before is no stall."""
+        self.last = time.monotonic()
+
     def advance(self, nbytes: int) -> None:
         """Note that ``nbytes`` went out or came in just now."""
         self.last = time.monotonic()

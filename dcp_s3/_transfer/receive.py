@@ -8,6 +8,8 @@ import io
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from dcp_s3.errors import CorruptCheckpointError
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
@@ -89,6 +91,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._head = bytearray(_HEAD_BYTES)
         self._sink: Sink | None = None
+        self._first_byte: int | None = None
         self._waiter: asyncio.Future[Reply] | None = None
         self.closed = False
         self.idle_since = 0.0
@@ -107,9 +110,10 @@ class _Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 -- create_connection gives no other
         self._transport = transport
 
-    async def request(self, head: bytes, sink: Sink) -> Reply:
+    async def request(self, head: bytes, sink: Sink, first_byte: int | None) -> Reply:
         self._reset()
         self._sink = sink
+        self._first_byte = first_byte
         self._waiter = asyncio.get_running_loop().create_future()
         assert self._transport is not None  # noqa: S101 -- connected before it is handed out
         self._transport.write(head)
@@ -168,10 +172,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._chunked = "chunked" in reply.headers.get("transfer-encoding", "").lower()
         self._left = int(length) if length is not None and length.isdigit() and not self._chunked else None
         if reply.status in (200, 206):
-            if self._left != self._sink.length or (reply.status == 200 and self._range_is_partial):
-                self._fail(
-                    ConnectionError(f"asked for {self._sink.length} bytes, the {reply.status} reply announces {length}")
-                )
+            fault = _fault_of(reply, self._left, self._first_byte, self._sink.length)
+            if fault is not None:
+                self._fail(fault)
                 return
             self._into_sink = True
             if len(rest) > self._sink.length:
@@ -181,8 +184,6 @@ class _Connection(asyncio.BufferedProtocol):
             self._finish_if_filled()
         else:
             self._take_error_body(memoryview(rest))
-
-    _range_is_partial = False
 
     def _finish_if_filled(self) -> None:
         assert self._sink is not None  # noqa: S101 -- checked in buffer_updated
@@ -228,6 +229,26 @@ class _Connection(asyncio.BufferedProtocol):
         self._waiter.set_exception(exc or ConnectionError(f"the connection ended after {got} of {want} bytes"))
 
 
+def _fault_of(reply: Reply, announced: int | None, first: int | None, length: int) -> Exception | None:
+    """Why a reply with a good status does not carry the bytes that were asked for; ``None`` if it does."""
+    start = first or 0
+    if reply.status == 206:
+        ranged = reply.headers.get("content-range", "")
+        span, _, total = ranged.partition("/")
+        if total.isdigit() and int(total) < start + length:
+            return CorruptCheckpointError(
+                f"the object has {total} bytes, expected {start + length} or more: it was truncated"
+            )
+        if span != f"bytes {start}-{start + length - 1}":
+            return ConnectionError(f"the 206 reply has {f'Content-Range {ranged!r}' if ranged else 'no Content-Range'}")
+    elif start:
+        return ConnectionError("the store ignored the Range header")
+    if announced != length:
+        count = "no length" if announced is None else f"{announced} bytes"
+        return ConnectionError(f"the {reply.status} reply announces {count}, expected {length}")
+    return None
+
+
 def _parse_head(head: bytes) -> tuple[Reply, bool]:
     line, _, rest = head.partition(b"\r\n")
     version, _, status = line.partition(b" ")
@@ -262,7 +283,14 @@ class ReceivePool:
         self._idle: dict[tuple[str, int], list[_Connection]] = {}
 
     async def get(
-        self, host: str, port: int, target: str, headers: Sequence[tuple[str, str]], sink: Sink, *, partial: bool
+        self,
+        host: str,
+        port: int,
+        target: str,
+        headers: Sequence[tuple[str, str]],
+        sink: Sink,
+        *,
+        first_byte: int | None,
     ) -> Reply:
         """Send one signed GET and receive its body.
 
@@ -272,17 +300,17 @@ class ReceivePool:
             target: Path and query as signed.
             headers: All headers as signed, ``Host`` included.
             sink: Takes the body of a 206, or of a 200 when the range is the whole object.
-            partial: The range does not start at 0, so a 200 cannot be right.
+            first_byte: Where the asked range starts; ``None`` if the whole object is asked for.
 
         Raises:
-            OSError: The connection failed, ended early, or the reply has another length than the sink.
+            OSError: The connection failed, ended early, or the reply is not the asked range.
+            CorruptCheckpointError: The object ends before the range does.
         """
         sink.rewind()
         connection = await self._connect(host, port)
-        connection._range_is_partial = partial  # noqa: SLF001 -- same module
         lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers), "", ""]
         try:
-            reply = await connection.request("\r\n".join(lines).encode("latin-1"), sink)
+            reply = await connection.request("\r\n".join(lines).encode("latin-1"), sink, first_byte)
         except BaseException:
             connection.abort()
             raise
@@ -307,6 +335,8 @@ class ReceivePool:
                 _, made = await loop.create_connection(_Connection, host, port, ssl=self._ssl)
         except TimeoutError as error:
             raise ConnectionError(f"no connection to {host}:{port} within {self._connect_timeout_s:g} s") from error
+        except OSError as error:
+            raise ConnectionError(f"no connection to {host}:{port}: {error}") from error
         return made
 
     def close(self) -> None:

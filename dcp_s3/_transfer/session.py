@@ -42,6 +42,12 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
         self._pools: dict[str, ReceivePool] = {}
 
+    async def _get_session(self, proxy_url: str | None) -> Any:  # noqa: ANN401 -- aiohttp's session
+        """Make the aiohttp session one that leaves retries to us: its own would resend a PUT with its old signature."""
+        session = await super()._get_session(proxy_url)
+        session._retry_connection = False  # noqa: SLF001 -- there is no public switch
+        return session
+
     async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
         """Send a signed request."""
         body, sink = BODY.get(), SINK.get()
@@ -68,14 +74,14 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         if not any(name.lower() == "host" for name, _ in headers):
             headers.insert(0, ("Host", url.netloc))
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        asked = next((value for name, value in headers if name.lower() == "range"), "bytes=0-")
+        asked = next((value for name, value in headers if name.lower() == "range"), None)
         reply = await pool.get(
             url.hostname or "",
             url.port or (443 if secure else 80),
             target,
             headers,
             sink,
-            partial=not asked.startswith("bytes=0-"),
+            first_byte=None if asked is None else int(asked.removeprefix("bytes=").partition("-")[0]),
         )
         return AioAWSResponse(request.url, reply.status, reply.headers, reply)
 

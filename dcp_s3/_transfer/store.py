@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
@@ -86,6 +87,8 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
         options["StorageClass"] = config.storage_class
     return options
 
+
+_LAST_CHARACTER: Final = "\U0010ffff"
 
 _lock = threading.Lock()
 _clients: dict[S3Config, ControlClients] = {}
@@ -189,7 +192,7 @@ class ControlStore:
 
     def _patience(self) -> Patience:
         seconds = self.config.connect_timeout_s + 2 * self.config.read_timeout_s
-        return Patience(seconds, at_most=seconds + _DAY_S if self._deadline is None else self._deadline.remaining())
+        return Patience(seconds, at_most=math.inf if self._deadline is None else self._deadline.remaining())
 
     def _note_time(self, reply: dict[str, Any]) -> None:
         date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
@@ -206,7 +209,10 @@ class ControlStore:
         if byte_range is not None:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
-        return Fetched(body=reply["Body"], info=_info(key, reply), server_time=self._server_time)
+        body: bytes = reply["Body"]
+        if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
+            body = body[byte_range[0] : byte_range[1]]
+        return Fetched(body=body, info=_info(key, reply), server_time=self._server_time)
 
     def head(self, key: str) -> ObjectInfo:
         """Size, ETag and user metadata of an object.
@@ -294,17 +300,17 @@ class ControlStore:
             if token is not None:
                 params["ContinuationToken"] = token
             elif last:
-                params["StartAfter"] = last  # a store that says "truncated" without a continuation token
+                # a store that says "truncated" without a continuation token; behind all that a common prefix stands for
+                params["StartAfter"] = last + _LAST_CHARACTER if delimiter and last.endswith(delimiter) else last
             page = self._call("ListObjectsV2", "list_objects_v2", prefix, params)
             yield page
-            token = page.get("NextContinuationToken")
-            seen = [
-                *(x["Key"] for x in page.get("Contents", ())),
-                *(x["Prefix"] for x in page.get("CommonPrefixes", ())),
-            ]
-            if not page.get("IsTruncated") or not (token or seen):
+            if not page.get("IsTruncated"):
                 return
-            last = max(seen, default=last)
+            before, token = (token, last), page.get("NextContinuationToken")
+            for name, kind in (("Key", "Contents"), ("Prefix", "CommonPrefixes")):
+                last = max(last, *(item[name] for item in page.get(kind, ())), "")
+            if (token, last) == before:
+                raise StorageError(f"the store does not get on with its list of {prefix!r}: it would never end")
 
     def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
         """All open multipart uploads below ``prefix``. Needs ListBucketMultipartUploads."""
@@ -313,9 +319,14 @@ class ControlStore:
             page = self._call("ListMultipartUploads", "list_multipart_uploads", prefix, params)
             for item in page.get("Uploads", ()):
                 yield UploadInfo(item["Key"], item["UploadId"], item.get("Initiated"))
-            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+            if not page.get("IsTruncated"):
                 return
-            params |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+            items = page.get("Uploads") or [{}]
+            key = page.get("NextKeyMarker") or items[-1].get("Key", "")
+            upload_id = page.get("NextUploadIdMarker") or items[-1].get("UploadId", "")
+            if (key, upload_id) == (params.get("KeyMarker", ""), params.get("UploadIdMarker", "")):
+                raise StorageError(f"the store does not get on with its list of uploads below {prefix!r}")
+            params |= {"KeyMarker": key, "UploadIdMarker": upload_id}
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Abort a multipart upload; one that is gone is no error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 import time
@@ -27,6 +28,8 @@ _QUEUED: Final = 4
 """Parts that may wait, cut and checked, behind those on the wire."""
 _ABORT_S: Final = 30.0
 """Longest time for the abort of a failed upload, seconds; what it could not abort is left to ``gc``."""
+_LATE_ABORT_S: Final = 5.0
+"""The same when the save's deadline has passed or is near: the other ranks wait to hear of the failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ObjectUpload:
         self._job = job
         self._token = token
         self._part = _Part()
+        self._unsent = 0
         self._crcs: list[int] = []
         self._entries: dict[int, dict[str, Any]] = {}
         self._room = threading.BoundedSemaphore(plane.config.max_concurrency + _QUEUED)
@@ -88,6 +92,7 @@ class ObjectUpload:
         self._failure: BaseException | None = None
         self._created: Work[tuple[str, bool]] | None = None
         self._unclear = False
+        self._aborted = False
         self._changed = threading.Condition()
 
     # ------------------------------------------------------------------ caller's thread
@@ -103,8 +108,13 @@ class ObjectUpload:
             CRC32C of ``view``.
 
         Raises:
-            DcpS3Error: An earlier part has failed for good, or the deadline has passed.
+            DcpS3Error: An earlier part has failed for good, the deadline has passed, or the object would get too many parts.
         """
+        if self.size + len(view) > self.capacity:
+            raise StorageError(
+                f"{self.key} would need more than {self.capacity // self.part_bytes} parts of {self.part_bytes} bytes; raise "
+                "part_bytes"
+            ).with_context(rank=self._job.rank, bucket=self._job.bucket, key=self.key)
         total = 0
         offset = 0
         while offset < len(view):
@@ -125,6 +135,8 @@ class ObjectUpload:
     def reserve(self, nbytes: int) -> None:
         """Take ``nbytes`` of copies from the byte budget. Waits for earlier parts if need be.
 
+        They come back with the parts that they are appended to, by :meth:`give_back`, or by :meth:`abort`.
+
         Raises:
             DcpS3Error: An earlier part has failed for good, or the deadline has passed.
         """
@@ -133,9 +145,15 @@ class ObjectUpload:
             if not self._pending and self._part.copied:
                 # everything held is in the open part: nothing will be freed by waiting
                 self._plane.budget.acquire_over(nbytes)
-                return
+                break
             self._wait_a_moment()
+        self._unsent += nbytes
         self._check()
+
+    def give_back(self, nbytes: int) -> None:
+        """Return what was reserved and is not needed."""
+        self._unsent -= nbytes
+        self._plane.budget.release(nbytes)
 
     def finish(self) -> ObjectReceipt:
         """Send what is left, complete the object and verify it.
@@ -148,7 +166,10 @@ class ObjectUpload:
         """
         try:
             if self._created is None:
-                head = self._await(self._submit(self._put_whole()))
+                part, self._part = self._part, _Part()
+                self._crcs.append(part.crc)
+                put = self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
+                head = self._await(self._submit_part(put, part))
             else:
                 if self._part.nbytes:
                     self._send_part()
@@ -161,21 +182,28 @@ class ObjectUpload:
 
     def abort(self) -> None:
         """Cancel what is under way, wait until it has ended, and abort the upload. Never raises; bounded in time."""
+        if self._aborted:
+            return
+        self._aborted = True
+        limit = min(_ABORT_S, max(_LATE_ABORT_S, self._job.deadline.remaining()))
+        end = time.monotonic() + limit
         with self._changed:
-            pending = list(self._pending)
-        for future in pending:
-            future.stop()
-        end = time.monotonic() + _ABORT_S
+            pending = self._pending - {self._created}  # an upload whose id is not known yet could not be aborted
+        for work in pending:
+            work.stop()
         with self._changed:
-            while self._pending and time.monotonic() < end:
+            while self._pending & pending and time.monotonic() < end:
                 self._changed.wait(0.2)
-        self._release(self._part)
         self._part = _Part()
+        self.give_back(self._unsent)
         if self._created is None or self._unclear:
             return  # an Abort must not overtake a Complete that may still be at work
+        aborting = portal().submit(self._abort(self._created, limit))
         try:
-            portal().submit(self._abort(self._created)).result(_ABORT_S)
+            aborting.result(max(0.1, end - time.monotonic()))
         except (DcpS3Error, TimeoutError, concurrent.futures.CancelledError) as error:
+            self._created.stop()
+            aborting.stop()
             _log.warning("could not abort the upload of %s (dcp-s3 gc will): %s", self.key, error)
 
     def _send_part(self) -> None:
@@ -184,12 +212,24 @@ class ObjectUpload:
         number = len(self._crcs)
         if self._created is None:
             self._created = self._submit(self._plane.create_upload(self._job, self.key, self._token))
-        while not self._room.acquire(timeout=0.2):
+        self._submit_part(self._upload(number, part), part)
+
+    def _submit_part(self, coroutine: Coroutine[Any, Any, Any], part: _Part) -> Work[Any]:
+        """Send a part when there is room; its copies then go back to the budget when it has ended."""
+        try:
+            while not self._room.acquire(timeout=0.2):
+                self._check()
             self._check()
-        self._check()
-        self._submit(self._upload(number, part), part)
+        except BaseException:
+            coroutine.close()
+            raise
+        self._unsent -= part.copied
+        return self._submit(coroutine, part)
 
     def _submit(self, coroutine: Coroutine[Any, Any, Any], part: _Part | None = None) -> Work[Any]:
+        with self._changed:
+            if not self._pending:
+                self._job.progress.touch()  # until now there was nothing to wait for
         future = portal().submit(coroutine)
         with self._changed:
             self._pending.add(future)
@@ -255,14 +295,6 @@ class ObjectUpload:
 
     # ------------------------------------------------------------------ loop thread
 
-    async def _put_whole(self) -> Any:  # noqa: ANN401 -- Head
-        part, self._part = self._part, _Part()
-        self._crcs.append(part.crc)
-        try:
-            return await self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
-        finally:
-            self._release(part)
-
     async def _upload(self, number: int, part: _Part) -> None:
         assert self._created is not None  # noqa: S101 -- set before the first part is submitted
         upload_id, checksums = await asyncio.wrap_future(self._created)
@@ -281,11 +313,12 @@ class ObjectUpload:
         policy = self._plane.config.retry
         for attempt in range(1, policy.max_attempts + 1):
             failure: StorageError | None = None
+            self._unclear = True  # from here on, whatever becomes of this task
             try:
                 await self._plane.complete_upload(self._job, self.key, upload_id, entries)
             except StorageError as error:
                 failure = error
-            self._unclear = failure is not None and _is_unclear(failure)
+                self._unclear = _is_unclear(error)
             try:
                 head = await self._plane.head_object(self._job, self.key)
             except AccessDeniedError:
@@ -310,13 +343,13 @@ class ObjectUpload:
             await asyncio.sleep(backoff_s(policy, attempt))
         raise AssertionError
 
-    async def _abort(self, created: Work[tuple[str, bool]]) -> None:
+    async def _abort(self, created: Work[tuple[str, bool]], limit: float) -> None:
         try:
             upload_id, _ = await asyncio.wrap_future(created)
         except (DcpS3Error, concurrent.futures.CancelledError):
             return  # it was never created, or nobody knows its id: gc finds it by its key
         # its own deadline: the save's has often passed when it comes to this
-        job = type(self._job)(self._job.bucket, Deadline(_ABORT_S), Counter(), self._job.progress, self._job.rank)
+        job = dataclasses.replace(self._job, deadline=Deadline(limit), counter=Counter())
         await self._plane.abort_upload(job, self.key, upload_id)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dcp_s3.errors import DcpS3Error
 
 _SHOWN = 20
+_WIDTH = 10_000
 
 
 def checkpoints(found: list[CheckpointInfo], *, as_json: bool) -> None:
@@ -27,12 +28,11 @@ def checkpoints(found: list[CheckpointInfo], *, as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("URL", "COMMITTED", "SIZE", "OBJECTS", "STATE"):
-        # nothing is cut: a URL is there to be copied, a state to be read
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("SIZE", "OBJECTS") else "left")
+        table.add_column(heading, no_wrap=True, justify="right" if heading in ("SIZE", "OBJECTS") else "left")
     for info in found:
         time = info.committed_at
-        shown = time.astimezone(dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%SZ") if time else "-"
-        table.add_row(info.url, shown, _size(info.bytes), str(info.objects), info.state)
+        shown = time.astimezone(dt.UTC).strftime("%Y-%m-%d %H:%M:%SZ") if time else "-"
+        table.add_row(_printable(info.url), shown, _size(info.bytes), str(info.objects), _printable(info.state))
     _console().print(table)
 
 
@@ -78,7 +78,7 @@ def garbage(report: GarbageReport, *, as_json: bool) -> None:
 
 def error(what: DcpS3Error) -> None:
     """Print an error as one line on stderr."""
-    _console(stderr=True).print(f"dcp-s3: {' '.join(str(what).split())}", style="red")
+    _console(stderr=True).print(_printable(f"dcp-s3: {' '.join(str(what).split())}"), style="red")
 
 
 def _some(verb: str, keys: tuple[str, ...]) -> None:
@@ -98,11 +98,17 @@ def _size(count: int) -> str:
 
 def _console(*, stderr: bool = False) -> Console:
     # keys are text, not markup; lines are for grep and are not wrapped
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    # and nothing is cut to the terminal's width: a URL is there to be copied
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=_WIDTH)
 
 
 def _line(text: str) -> None:
-    _console().print(text)
+    _console().print(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Escape what could move the cursor: keys and names may come from anybody who can write to the bucket."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def _json(document: Any) -> None:  # noqa: ANN401 -- lists and dicts

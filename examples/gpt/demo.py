@@ -36,8 +36,6 @@ SYNC_SAVES = 3
 ASYNC_SAVES = 4
 """Of each kind the first is not measured: it opens connections, and starts DCP's checkpoint processes."""
 FIRST_RANKS = 2
-SAVE_EVERY = 10
-"""Steps."""
 
 
 class DemoError(Exception):
@@ -128,13 +126,13 @@ def embedded_store(directory: Path) -> Bucket:
 
 def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> None:
     """Tell the whole story."""
-    size = "small" if options.small else "demo"
+    size, every = ("small", 5) if options.small else ("demo", 10)
     if options.small:
         os.environ["DCP_S3_PART_BYTES"] = "5 MiB"  # several parts, of the smaller shards too
-    common = [bucket.url, f"--size={size}", f"--save-every={SAVE_EVERY}"]
+    common = [bucket.url, f"--size={size}", f"--save-every={every}"]
 
     chapter(f"Training on {FIRST_RANKS} ranks, from the start. dcp.save at first, then dcp.async_save in a process")
-    until = SYNC_SAVES * SAVE_EVERY
+    until = SYNC_SAVES * every
     with Job(
         scratch / "first", FIRST_RANKS, [*common, "--mode=process", f"--sync-until={until}", "--steps=1000000"]
     ) as first:
@@ -143,7 +141,7 @@ def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> N
 
     resumed_from = killed.committed[-1]
     chapter(f"Training on {options.resume_ranks} ranks, from {resumed_from}. dcp.async_save in a thread")
-    last_step = step_of(resumed_from) + ASYNC_SAVES * SAVE_EVERY
+    last_step = step_of(resumed_from) + ASYNC_SAVES * every
     with Job(scratch / "second", options.resume_ranks, [*common, "--resume", f"--steps={last_step}"]) as second:
         second.finish()
 

@@ -39,6 +39,7 @@ class Job:
 
     def __init__(self, directory: Path, ranks: int, arguments: list[str]) -> None:
         self.directory = directory
+        directory.mkdir()
         self._launcher = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
@@ -48,6 +49,7 @@ class Job:
             ],
             env={
                 **os.environ,
+                "TMPDIR": str(directory),  # what torch would leave in the machine's
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 "DCP_USE_PREFIX_STORE": "1",  # else the checkpoint processes meet at a port that anybody may have taken

@@ -77,7 +77,7 @@ def blank(value: Any) -> Any:
     """Return a template of a tree: tensors of the same shape and dtype with other values, and other plain values."""
     if isinstance(value, dict):
         return {key: blank(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(blank(item) for item in value)
     if isinstance(value, DTensor):
         return DTensor.from_local(

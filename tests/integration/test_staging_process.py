@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, lease_of
 from tests.support.ranks import run_ranks, run_ranks_ok
-from tests.unit.test_staging import address, mapped_blocks, open_blocks, release
+from tests.unit.test_staging import block_of, mapped_blocks, open_blocks, release
 
 MODES = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
 
@@ -56,7 +56,7 @@ def _reader(pipe):
             return
         else:
             staged = order
-        pipe.send((len(staged) if staged else 0, len(mapped_blocks()), open_blocks()))
+        pipe.send((len(staged) if staged else 0, sorted(mapped_blocks()), open_blocks()))
 
 
 @contextlib.contextmanager
@@ -94,19 +94,21 @@ def test_three_thousand_tensors_cross_with_few_descriptors(few_descriptors):
     """Under `ulimit -n 256`, 3,000 tensors cross as one descriptor; the other process maps the block once for all saves, and its release hands it back."""
     stager = Stager(wait_s=30)
     state = {f"t{i}": torch.full((4, 4), float(i)) for i in range(3000)}
-    blocks = []
+    blocks, places = [], []
     with reader() as (pipe, _):
         for turn in range(3):
             staged = stager.stage(state)
-            blocks.append(address(staged))
+            blocks.append(block_of(staged))
             count, mappings, descriptors = ask(pipe, staged)
-            assert (count, mappings, len(descriptors)) == (3000, 1, 1)
+            assert (count, len(mappings), len(descriptors)) == (3000, 1, 1)
+            places.append(mappings)
             assert ask(pipe, "look") == 16 * sum(float(value[0, 0]) for value in state.values())
             del staged
             ask(pipe, "release")
             for value in state.values():
                 value.add_(1 + turn)
     assert len(set(blocks)) == 1
+    assert places[0] == places[1] == places[2]
 
 
 def test_what_was_sent_is_handed_back_by_the_receiver_alone():
@@ -116,11 +118,11 @@ def test_what_was_sent_is_handed_back_by_the_receiver_alone():
         ask(pipe, stager.stage({"t": torch.full((1000,), 1.0)}))
         second = stager.stage({"t": torch.full((1000,), 2.0)})
         assert ask(pipe, "look") == 1000.0
-        before = address(second)
+        before = block_of(second)
         ask(pipe, second)
         del second
         ask(pipe, "forget")
-        assert address(stager.stage({"t": torch.full((1000,), 3.0)})) == before
+        assert block_of(stager.stage({"t": torch.full((1000,), 3.0)})) == before
 
 
 def test_a_receiver_unmaps_what_the_sender_gave_up():
@@ -132,7 +134,7 @@ def test_a_receiver_unmaps_what_the_sender_gave_up():
             ask(pipe, staged)
             del staged  # never released: each one is given up for the next
         _, mappings, descriptors = ask(pipe, stager.stage({"t": torch.ones(5)}))
-        assert (mappings, len(descriptors)) == (1, 1)
+        assert (len(mappings), len(descriptors)) == (1, 1)
 
 
 def test_a_killed_receiver_costs_a_wait_and_no_memory():
@@ -495,18 +497,17 @@ def _stage_after_fork(rank):
     """Parent and forked child stage with the same stager; the parent's staged values must stay."""
     stager = Stager(wait_s=0)
     staged = stager.stage({"t": torch.full((1000,), 1.0)})
+    lease = lease_of(staged["t"])
     idle = stager.stage({"t": torch.full((1000,), 5.0)})
     release(idle)
-    parents = address(idle)
+    parents = block_of(idle)
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             mine = stager.stage({"t": torch.full((1000,), 7.0)})
-            fresh = (
-                lease_of(staged["t"]) is None and len({entry[1] for entry in mapped_blocks()} & set(open_blocks())) >= 1
-            )
-            release(staged)
+            fresh = lease_of(staged["t"]) is None and block_of(mine) not in {parents, block_of(staged)}
+            lease.release()
             del staged
             os.write(theirs, b"yes" if fresh and mine["t"].sum() == 7000 else b"no")
         os._exit(0)
@@ -515,7 +516,8 @@ def _stage_after_fork(rank):
     assert os.waitpid(child, 0)[1] == 0
     assert idle["t"].sum() == 5000
     assert staged["t"].sum() == 1000
-    assert address(stager.stage({"t": torch.zeros(1000)})) == parents
+    assert not lease.handed_back()
+    assert block_of(stager.stage({"t": torch.zeros(1000)})) == parents
     return staged["t"].sum().item()
 
 

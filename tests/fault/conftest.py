@@ -1,0 +1,198 @@
+"""What the fault tests of the transfer layer share: servers that are reset for each test, and the package on top of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import botocore.session
+import pytest
+
+from dcp_s3 import RetryPolicy, S3Config
+from dcp_s3._transfer import dataplane, probe, store
+from dcp_s3._transfer.checksum import crc32c
+from dcp_s3._transfer.dataplane import DataPlane, Head, Job
+from dcp_s3._transfer.payload import Progress
+from dcp_s3._transfer.portal import portal
+from dcp_s3._transfer.receive import Sink
+from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3._transfer.store import ControlStore
+from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
+from tests.fault.server import FaultServer, Handle, Settings
+
+T = TypeVar("T")
+
+KEY = "run/data/0123456789abcdef/__0_0.distcp"
+TOKEN = "0123456789abcdef"
+QUICK = RetryPolicy(max_attempts=5, initial_wait_s=0.002, max_wait_s=0.01)
+"""Waits that a test does not notice."""
+
+
+def pattern(nbytes: int) -> bytes:
+    """Bytes that no shifted, shortened or repeated copy of them equals."""
+    return os.urandom(nbytes)
+
+
+def wait(coroutine: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
+    """Run a coroutine on the package's loop thread."""
+    return portal().submit(coroutine).result(timeout_s)
+
+
+class Transfer:
+    """The package's transfer layer on one server: a data plane, a job, and a control store when asked for.
+
+    Args:
+        s3: The server.
+        deadline_s: Of the job and the control store.
+        **settings: Fields of S3Config that differ from a quick, patient-for-two-seconds default.
+    """
+
+    def __init__(self, s3: Handle, *, deadline_s: float = 60, **settings: Any) -> None:
+        self.s3 = s3
+        self.config = config_of(s3, **settings)
+        self.plane = DataPlane(self.config)
+        self.job = Job(s3.bucket, Deadline(deadline_s), Counter(), Progress(), 3)
+
+    @functools.cached_property
+    def store(self) -> ControlStore:
+        """The control plane, for the same rank and deadline."""
+        return ControlStore(self.config, self.s3.bucket, deadline=self.job.deadline, rank=3, counter=self.job.counter)
+
+    def put(self, body: bytes, key: str = KEY) -> Head:
+        """Write an object in one request of the data plane."""
+        return wait(self.plane.put_object(self.job, key, [memoryview(body)], crc32c(body), TOKEN))
+
+    def get(self, start: int, end: int, key: str = KEY, **options: Any) -> bytes:
+        """Read a range with the data plane, into memory that held something else before."""
+        target = bytearray(b"\xee" * (end - start))
+        wait(self.plane.get_range(self.job, key, start, Sink([memoryview(target)], self.job.progress), **options))
+        return bytes(target)
+
+    def upload(self, key: str = KEY, *, part_bytes: int, **options: Any) -> ObjectUpload:
+        """Begin an object of parts."""
+        return ObjectUpload(self.plane, self.job, key, TOKEN, part_bytes=part_bytes, **options)
+
+    def send(self, body: bytes, key: str = KEY, *, part_bytes: int) -> ObjectReceipt:
+        """Write an object of parts; an upload that fails is aborted, as every user of it does."""
+        upload = self.upload(key, part_bytes=part_bytes)
+        try:
+            upload.append(memoryview(body))
+        except BaseException:
+            upload.abort()
+            raise
+        return upload.finish()
+
+
+def config_of(s3: Handle, **settings: Any) -> S3Config:
+    """Return a config for a server: quick retries, two seconds of patience."""
+    defaults: dict[str, Any] = {
+        "endpoint_url": s3.url,
+        "access_key_id": "RANK3",
+        "secret_access_key": "SECRET-KEY-VALUE",
+        "verify_tls": s3.ca_bundle or True,
+        "retry": QUICK,
+        "connect_timeout_s": 2.0,
+        "read_timeout_s": 2.0,
+    }
+    return S3Config(**{**defaults, **settings})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def service_read_once() -> Iterator[None]:
+    """The description of S3, which each SDK session reads anew (0.2 s), is read once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def forgotten_clients() -> Iterator[None]:
+    """No client, connection, or finding about a store lives on behind the test that made it."""
+    yield
+    for plane in list(dataplane._planes.values()):
+        wait(plane.close())
+    dataplane._planes.clear()
+    for clients in store._clients.values():
+        for client in clients._clients:
+            client.close()
+    store._clients.clear()
+    store._without_checksums.clear()
+    probe._known.clear()
+
+
+@pytest.fixture(scope="session")
+def http_server() -> Iterator[FaultServer]:
+    """One HTTP server for the whole run."""
+    with FaultServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def https_server() -> Iterator[FaultServer]:
+    """One HTTPS server for the whole run."""
+    with FaultServer(tls=True) as server:
+        yield server
+
+
+@pytest.fixture
+def allowed() -> set[str]:
+    """Names of the server's checks that the test may break (`open-upload`: where an abort cannot get through)."""
+    return set()
+
+
+@pytest.fixture
+def reset_server(allowed: set[str]) -> Iterator[Callable[[FaultServer], FaultServer]]:
+    """Empties a shared server before the test, and afterwards has it say what the client must never have done."""
+    used: list[FaultServer] = []
+
+    def reset(server: FaultServer) -> FaultServer:
+        server.clear()
+        server.configure(**(dataclasses.asdict(Settings()) | {"min_part_bytes": 0}))
+        used.append(server)
+        return server
+
+    yield reset
+    for server in used:
+        server.clear(log=False, state=False)
+        assert server.violations(ignore=tuple(allowed)) == []
+
+
+@pytest.fixture(params=["http", "https"])
+def s3(request: pytest.FixtureRequest, reset_server: Callable[[FaultServer], FaultServer]) -> FaultServer:
+    """An empty server, over HTTP and over HTTPS. The test fails if the client did what it must never do."""
+    return reset_server(request.getfixturevalue(f"{request.param}_server"))
+
+
+@pytest.fixture
+def plain_s3(http_server: FaultServer, reset_server: Callable[[FaultServer], FaultServer]) -> FaultServer:
+    """An empty server over HTTP alone, for what TLS cannot change."""
+    return reset_server(http_server)
+
+
+@pytest.fixture
+def transfer_to() -> Iterator[Callable[..., Transfer]]:
+    """Makes a Transfer for a server, and closes it."""
+    made: list[Transfer] = []
+
+    def make(s3: Handle, **settings: Any) -> Transfer:
+        made.append(Transfer(s3, **settings))
+        return made[-1]
+
+    yield make
+    for transfer in made:
+        wait(transfer.plane.close())
+
+
+@pytest.fixture
+def transfer(s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
+    """The transfer layer on `s3` with quick retries."""
+    return transfer_to(s3)
+
+
+@pytest.fixture
+def plain_transfer(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
+    """The transfer layer on `plain_s3` with quick retries."""
+    return transfer_to(plain_s3)

@@ -1,0 +1,166 @@
+"""Listing checkpoints, and the tools' front: URLs, configuration, no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import dcp_s3
+from dcp_s3 import AccessDeniedError, ConfigError, S3Config
+from dcp_s3._checkpoint import tools
+from dcp_s3._checkpoint.layout import CheckpointUrl
+from tests.unit.fake_store import DAY, EPOCH, FakeStore, denied, flip, save, stock
+
+RUN = CheckpointUrl("ckpt", "run")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    fake = FakeStore()
+    monkeypatch.setattr(tools, "ControlStore", lambda config, bucket: fake)
+    return fake
+
+
+def test_checkpoints_below_a_root_in_the_order_of_their_numbers(store: FakeStore) -> None:
+    """step-9 comes before step-10, whatever strings say; what was saved later has a later time."""
+    for step in (10, 9, 100):
+        store.now += DAY
+        save(store, RUN.child(f"step-{step}"))
+    found = tools.list_checkpoints("s3://ckpt/run")
+    assert [info.url for info in found] == [f"s3://ckpt/run/step-{step}" for step in (9, 10, 100)]
+    assert [info.committed_at for info in found] == [EPOCH + 2 * DAY, EPOCH + DAY, EPOCH + 3 * DAY]
+
+
+def test_what_is_said_of_a_checkpoint(store: FakeStore) -> None:
+    """Record, write id, size and number of objects."""
+    keys = save(store, RUN)
+    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    assert info == tools.CheckpointInfo(
+        url="s3://ckpt/run",
+        records=(".metadata",),
+        write_id="ab" * 16,
+        committed_at=EPOCH,
+        bytes=4752 + len(store.objects[keys[-1]].body),
+        objects=1,
+        ours=True,
+        state="complete",
+    )
+
+
+def test_a_checkpoint_at_the_url_and_others_below_it(store: FakeStore) -> None:
+    """A URL can be a checkpoint and hold others; so can a bucket without a prefix."""
+    for url in (CheckpointUrl("ckpt", ""), RUN, RUN.child("eval/best"), RUN.child("data"), RUN.child("data/x")):
+        save(store, url)
+    assert [info.url for info in tools.list_checkpoints("s3://ckpt")] == [
+        "s3://ckpt",
+        "s3://ckpt/run",
+        "s3://ckpt/run/data",
+        "s3://ckpt/run/data/x",
+        "s3://ckpt/run/eval/best",
+    ]
+    assert [info.url for info in tools.list_checkpoints("s3://ckpt/run/eval")] == ["s3://ckpt/run/eval/best"]
+
+
+def test_a_prefix_is_a_directory(store: FakeStore) -> None:
+    """`run` does not list what lies in `run2`, or in `run` with something behind it."""
+    save(store, CheckpointUrl("ckpt", "run2"))
+    save(store, CheckpointUrl("ckpt", "run-old/step-1"))
+    assert tools.list_checkpoints("s3://ckpt/run") == []
+
+
+def test_uncommitted_saves_are_no_checkpoints(store: FakeStore) -> None:
+    """Data and manifest without a record are nothing; neither is a stock writer's temporary record."""
+    *_, record = save(store, RUN.child("step-20"))
+    store.objects[RUN.child("step-20").key(".metadata.tmp")] = store.objects.pop(record)
+    assert tools.list_checkpoints("s3://ckpt/run") == []
+
+
+def test_records_of_single_ranks_are_one_checkpoint(store: FakeStore) -> None:
+    """`use_collectives=False` leaves one record per rank: one entry that names them all."""
+    for rank in (0, 2, 10):
+        save(store, RUN, record=f"__{rank}.metadata", write_id=f"{rank:032x}", token=f"{rank:016x}")
+    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    assert info.records == ("__0.metadata", "__2.metadata", "__10.metadata")
+    assert (info.state, info.objects, info.write_id, info.ours) == ("complete", 3, None, True)
+
+
+def test_another_writers_checkpoint(store: FakeStore) -> None:
+    """A stock checkpoint is listed as such, with the size that its record names."""
+    stock(store, RUN)
+    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    assert (info.state, info.ours, info.objects) == ("stock", False, 1)
+    assert info.bytes == 4752 + len(store.objects["run/.metadata"].body)
+    assert info.write_id == "66f5e56c-1d57-4b25-b950-52c2254a8d6e"
+
+
+def test_damage_that_listing_sees(store: FakeStore) -> None:
+    """A record cut in half, one of ours with a flipped bit, and one whose manifest is gone are corrupt."""
+    *_, record = save(store, RUN.child("cut"), manifest=False)
+    store.objects[record].body = store.objects[record].body[:500]
+    *_, record = save(store, RUN.child("flipped"))
+    flip(store, record, store.objects[record].body.index(b"1.0.0"))
+    save(store, RUN.child("lost"), manifest=False)
+    save(store, RUN.child("lost2"), manifest=False, hint=False)
+    found = {info.url.rpartition("/")[2]: info for info in tools.list_checkpoints("s3://ckpt/run")}
+    assert found["cut"].state.startswith("corrupt: s3://ckpt/run/cut/.metadata ")
+    assert found["flipped"].state == (
+        f"corrupt: .metadata: its bytes are not those that manifest-{'ab' * 16}.json was written for"
+    )
+    assert found["lost"].state == found["lost2"].state == "corrupt: .metadata: it has no manifest"
+    assert not any(info.ours for info in found.values())
+
+
+def test_the_manifest_is_found_without_user_metadata(store: FakeStore) -> None:
+    """A copy that lost the record's user metadata, beside the manifests of other saves, is still complete."""
+    *_, manifest, _ = save(store, RUN, write_id="01" * 16)
+    store.put(manifest.replace("01" * 16, "00" * 16), b"{}")
+    save(store, RUN, write_id="02" * 16, hint=False)
+    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    assert (info.state, info.write_id) == ("complete", "02" * 16)
+
+
+def test_data_objects_are_not_listed(store: FakeStore) -> None:
+    """2,000 shards of one checkpoint cost no pages: listing never descends to data objects."""
+    save(store, RUN)
+    for rank in range(2000):
+        store.objects[RUN.key(f"data/{rank:016x}/__{rank}_0.distcp")] = next(iter(store.objects.values()))
+    store.log.clear()
+    assert len(tools.list_checkpoints("s3://ckpt/run")) == 1
+    assert not [key for operation, key in store.log if operation.startswith("list") and key.startswith("run/data/0")]
+
+
+def test_a_refusal_is_not_an_empty_list(store: FakeStore) -> None:
+    """Without permission to list there is an error, and the rest is not tried."""
+    save(store, RUN)
+    store.before = lambda operation, key: denied(operation, key) if operation.startswith("list") else None
+    with pytest.raises(AccessDeniedError):
+        tools.list_checkpoints("s3://ckpt/run")
+
+
+@pytest.mark.parametrize(
+    "call", [tools.list_checkpoints, tools.verify, tools.collect_garbage, tools.abort_stale_uploads]
+)
+def test_urls_are_checked_before_anything_is_sent(call: object) -> None:
+    """A wrong URL is a ConfigError of every tool."""
+    with pytest.raises(ConfigError, match="must look like s3://"):
+        call("/local/run", config=S3Config())
+
+
+def test_the_public_names() -> None:
+    """The front door has the tools."""
+    assert dcp_s3.list_checkpoints is tools.list_checkpoints
+    assert dcp_s3.verify is tools.verify
+    assert dcp_s3.collect_garbage is tools.collect_garbage
+    assert dcp_s3.abort_stale_uploads is tools.abort_stale_uploads
+
+
+def test_torch_is_not_imported() -> None:
+    """Tools and command line load without torch, in a process of their own."""
+    code = (
+        "import sys, dcp_s3, dcp_s3.cli.commands, dcp_s3.cli\n"
+        "dcp_s3.list_checkpoints, dcp_s3.verify, dcp_s3.collect_garbage, dcp_s3.abort_stale_uploads\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
