@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_s3._staging_buffers import Lease, Shipment, lease_of, receive
-from dcp_s3._staging_snapshot import first_line, join_dtensor
+from dcp_s3._staging_snapshot import first_line, gc_paused, join_dtensor
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]
     lease = staged.lease
     try:
         pickled = io.BytesIO()
-        _Shipper(pickled, lease).dump(dict(staged))
+        with gc_paused():
+            _Shipper(pickled, lease).dump(dict(staged))
         if lease is None:
             return _receive, (None, pickled.getvalue())
         lease.taken_up()
@@ -91,7 +92,8 @@ def _receive(shipment: Shipment | None, pickled: bytes) -> dict[str, Any]:
     """Rebuild a staged state dict in the process that it was sent to."""
     try:
         lease = receive(shipment) if shipment is not None else None
-        return StagedStateDict(_Receiver(io.BytesIO(pickled), lease).load(), lease)
+        with gc_paused():
+            return StagedStateDict(_Receiver(io.BytesIO(pickled), lease).load(), lease)
     except Exception as error:  # noqa: BLE001 -- DCP's process would die of it, and the other ranks wait for it
         return failed(error)
 

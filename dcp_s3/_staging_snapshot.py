@@ -47,6 +47,18 @@ class _Copied:
         return copies[self.index]
 
 
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address show the same values."""
+    return (
+        one.device == other.device
+        and one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
+
+
 class _Joined:
     """The place of a value made of others: a DTensor of its local tensor, a tuple of its items."""
 
@@ -86,12 +98,12 @@ class Snapshot:
         self._offsets: list[int] = []
         self._places: list[tuple[Any, Any, _Copied | _Joined]] = []  # container, key, what goes there
         self._known: dict[int, tuple[Any, Any]] = {}  # id -> (the object, kept alive for its id; its copy or place)
-        self._alike: dict[Any, _Copied] = {}
+        self._alike: dict[int, list[tuple[torch.Tensor, _Copied]]] = {}  # by address
         self._deepcopied: dict[int, Any] = {}
         self._ready: dict[torch.device, torch.cuda.Event] = {}
         self._path: list[str] = []  # to the leaf that failed, innermost key first
         try:
-            with _gc_paused():
+            with gc_paused():
                 self._tree: dict[str, Any] = self._take(dict(state_dict))
         except Exception as error:
             leaf = "/".join(reversed(self._path))
@@ -121,7 +133,7 @@ class Snapshot:
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             copies: list[torch.Tensor] = []
-            with _gc_paused():
+            with gc_paused():
                 if lease is not None and buffer is not None:
                     copies = [
                         lease.tensor(buffer, offset, source.dtype, source.shape)
@@ -209,21 +221,15 @@ class Snapshot:
         address = tensor.data_ptr()
         if not address:
             raise TypeError("the tensor has no data (it is on the meta device, or its storage was freed)")
-        identity = (
-            address,
-            tensor.device,
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        place = self._alike.get(identity)
-        if place is None:
-            place = self._alike[identity] = _Copied(len(self._sources))
-            self._offsets.append(self._end)
-            self._sources.append(tensor)
-            self._end += -(-count * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        at_address = self._alike.setdefault(address, [])
+        for source, place in at_address:
+            if _is_same(source, tensor):
+                return place
+        place = _Copied(len(self._sources))
+        at_address.append((tensor, place))
+        self._offsets.append(self._end)
+        self._sources.append(tensor)
+        self._end += -(-count * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
         return place
 
 
@@ -233,7 +239,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Hold off the cyclic garbage collector: thousands of new objects would have it walk the whole heap, for nothing."""
     global _gc_to_resume  # noqa: PLW0603 -- as is the collector's own switch
     if not gc.isenabled():

@@ -446,8 +446,10 @@ def _load_record(stream: io.BytesIO, source: str) -> torch.Tensor:
     try:
         value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = str(error).split("\n\n", 1)[0].strip()
         raise CorruptCheckpointError(
-            f"{source} does not hold a torch.save record: {type(error).__name__}: {error}"
+            f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
+            f"for DCP's HuggingFaceStorageReader ({type(error).__name__}: {reason})"
         ) from error
     if not isinstance(value, torch.Tensor):
         raise CorruptCheckpointError(f"{source} holds a {type(value).__name__}, expected a tensor")

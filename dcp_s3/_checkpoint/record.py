@@ -21,6 +21,7 @@ SMALL_BYTES: Final = 128 << 10
 """Records with less raw data than this are joined in memory: many tiny views cost more than copying them."""
 
 _MAPPED_BYTES: Final = 256 << 10
+"""Scratch of at least this is mapped; the heap serves less."""
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size that torch can copy by element, for those that it cannot."""
 

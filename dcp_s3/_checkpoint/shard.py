@@ -180,7 +180,7 @@ class ShardWriter:
         if self._upload is None:
             return
         self._flush()
-        self._new_slab(0)
+        self._give_slab_back()
         upload = self._upload
         self.size += upload.size
         self._receipts.append(upload.finish())
@@ -232,18 +232,19 @@ class ShardWriter:
             offset += len(piece)
 
     def _join(self, data: bytes) -> None:
+        assert self._upload is not None  # noqa: S101 -- _begin has been called
         if len(self._slab) - self._used < len(data):
             self._flush()
-            self._new_slab(SLAB_BYTES)
+            self._give_slab_back()
+            self._upload.reserve(SLAB_BYTES)
+            self._slab = memoryview(bytearray(SLAB_BYTES))
         self._slab[self._used : self._used + len(data)] = data
         self._used += len(data)
 
-    def _new_slab(self, nbytes: int) -> None:
+    def _give_slab_back(self) -> None:
         assert self._upload is not None  # noqa: S101
         self._upload.give_back(len(self._slab))
         self._slab = memoryview(b"")
-        self._upload.reserve(nbytes)
-        self._slab = memoryview(bytearray(nbytes))
 
     def _flush(self) -> None:
         """Hand the joined bytes on. What is left of the slab goes on being filled: no byte of it is written twice."""

@@ -346,10 +346,8 @@ class DataPlane:
                 raise retry.unavailable(f"the store sent {ranged}")
             if not ranged and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") != 200:
                 raise retry.unavailable("a partial reply without Content-Range")
-            if etag is not None and _bare(str(reply.get("ETag", ""))) != _bare(etag):
-                raise CorruptCheckpointError(
-                    f"the object changed while it was read (ETag {reply.get('ETag')}, was {etag})"
-                )
+            if etag is not None:
+                check_same(etag, str(reply.get("ETag", "")))
 
         params = {"Range": f"bytes={start}-{end - 1}"} | encryption(self.config, write=False)
         try:
@@ -363,8 +361,14 @@ class DataPlane:
         return str(reply.get("ETag", ""))
 
 
-def _bare(etag: str) -> str:
-    return etag.strip('"')
+def check_same(before: str, now: str) -> None:
+    """Compare two ETags of what should be one object, with or without their quotes.
+
+    Raises:
+        CorruptCheckpointError: They differ.
+    """
+    if before.strip('"') != now.strip('"'):
+        raise CorruptCheckpointError(f"the object changed while it was read (ETag {now}, was {before})")
 
 
 def _md5(views: Sequence[memoryview]) -> str:

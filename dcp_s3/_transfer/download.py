@@ -7,9 +7,10 @@ import queue
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from dcp_s3._transfer.dataplane import check_same
 from dcp_s3._transfer.portal import Work, portal
 from dcp_s3._transfer.receive import Sink
-from dcp_s3.errors import DeadlineExceededError
+from dcp_s3.errors import CorruptCheckpointError, DeadlineExceededError
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -128,7 +129,11 @@ class Downloader(Generic[T]):
     async def _receive(self, read: RangeRead[T]) -> None:
         sink = Sink(read.pieces, self._job.progress)
         etag = await self._plane.get_range(self._job, read.key, read.start, sink, etag=self._etags.get(read.key))
-        self._etags.setdefault(read.key, etag)
+        try:
+            check_same(self._etags.setdefault(read.key, etag), etag)  # ranges that set out together knew none
+        except CorruptCheckpointError as error:
+            error.with_context(rank=self._job.rank, bucket=self._job.bucket, key=read.key, operation="GetObject")
+            raise
 
     def _next(self) -> RangeRead[T] | None:
         try:

@@ -57,6 +57,7 @@ class ViewsPayload(payload.Payload):
         self._progress = progress
         self._total = sum(len(view) for view in views)
         self._size = self._total
+        self._transport: Any = None
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Bodies of this kind are never text."""
@@ -68,6 +69,7 @@ class ViewsPayload(payload.Payload):
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         """Write the views, at most ``content_length`` bytes of them."""
+        self._transport = getattr(writer, "transport", None)  # which aiohttp forgets when it closes it
         left = self._total if content_length is None else min(self._total, content_length)
         for view in self._views:
             for offset in range(0, min(len(view), left), SLICE_BYTES):
@@ -76,6 +78,14 @@ class ViewsPayload(payload.Payload):
                 await writer.drain()
                 self._progress.advance(len(piece))
             left -= min(len(view), left)
+
+    def abort(self) -> None:
+        """Cut the connection that the body goes over: an attempt given up must not overlap its successor.
+
+        Closing it would not do: asyncio keeps a closed connection until the peer has read what is buffered.
+        """
+        if self._transport is not None:
+            self._transport.abort()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ViewsPayload:
         return self

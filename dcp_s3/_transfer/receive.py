@@ -235,7 +235,7 @@ def _fault_of(reply: Reply, announced: int | None, first: int | None, length: in
     if reply.status == 206:
         ranged = reply.headers.get("content-range", "")
         span, _, total = ranged.partition("/")
-        if total.isdigit() and int(total) < start + length:
+        if span.startswith("bytes ") and total.isdigit() and int(total) < start + length:
             return CorruptCheckpointError(
                 f"the object has {total} bytes, expected {start + length} or more: it was truncated"
             )

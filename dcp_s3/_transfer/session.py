@@ -16,13 +16,12 @@ from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
-from dcp_s3._transfer.payload import ViewsPayload
+from dcp_s3._transfer.payload import Progress, ViewsPayload
 from dcp_s3._transfer.receive import ReceivePool, header_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcp_s3._transfer.payload import Progress
     from dcp_s3._transfer.receive import Sink
 
 BODY: ContextVar[tuple[Sequence[memoryview], Progress] | None] = ContextVar("dcp_s3_body", default=None)
@@ -35,11 +34,12 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
     """aiobotocore's aiohttp session (public hook ``http_session_cls``) with the two shortcuts for views."""
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 -- aiobotocore's own arguments, passed on
-        super().__init__(**kwargs)
-        self._verify_tls: bool | str = kwargs.get("verify", True)
-        self._pool_limit = int(kwargs.get("max_pool_connections", 10))
         timeout = kwargs.get("timeout")
         self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
+        # aiohttp's time-out for reading also runs while a body is sent; silence is watched by whoever makes the request
+        super().__init__(**kwargs | {"timeout": (self._connect_timeout_s, None)})
+        self._verify_tls: bool | str = kwargs.get("verify", True)
+        self._pool_limit = int(kwargs.get("max_pool_connections", 10))
         self._pools: dict[str, ReceivePool] = {}
 
     async def _get_session(self, proxy_url: str | None) -> Any:  # noqa: ANN401 -- aiohttp's session
@@ -52,13 +52,23 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         """Send a signed request."""
         body, sink = BODY.get(), SINK.get()
         if body is not None:
-            request.body = ViewsPayload(*body)
+            return await self._send_payload(request, ViewsPayload(*body))
+        if isinstance(request.body, (bytes, bytearray)) and request.body:
+            return await self._send_payload(request, ViewsPayload([memoryview(request.body)], Progress()))
         if sink is not None and self._proxy_config.proxy_url_for(request.url) is None:
             return await self._receive(request, sink)
         response = await super().send(request)
         if sink is not None:
             await _fill(sink, response)
         return response
+
+    async def _send_payload(self, request: Any, payload: ViewsPayload) -> Any:  # noqa: ANN401
+        request.body = payload
+        try:
+            return await super().send(request)
+        except BaseException:
+            payload.abort()
+            raise
 
     async def _receive(self, request: Any, sink: Sink) -> Any:  # noqa: ANN401
         url = urlsplit(request.url)

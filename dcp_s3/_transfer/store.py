@@ -265,10 +265,10 @@ class ControlStore:
         try:
             reply = self._call("PutObject", "put_object", key, params, once=not retry)
         except StorageError as error:
-            if not is_refused_as_unknown(error) or "ChecksumCRC32C" not in params or if_match or if_none_match:
+            if not is_refused_as_unknown(error) or "ContentMD5" in params or if_match or if_none_match:
                 raise
             # a store without checksum headers, or one whose Object Lock wants Content-MD5 instead
-            del params["ChecksumCRC32C"]
+            params.pop("ChecksumCRC32C", None)
             params["ContentMD5"] = _md5(body)
             reply = self._call("PutObject", "put_object", key, params, once=not retry)
             _without_checksums.add(self.config)

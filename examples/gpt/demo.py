@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING
 from botocore.exceptions import BotoCoreError, ClientError
 from bucket import Bucket
 from job import Job, JobError
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from scratch import SEAWEEDFS, Scratch
 
 from dcp_s3 import DcpS3Error, collect_garbage, list_checkpoints, verify
@@ -126,7 +123,7 @@ def embedded_store(directory: Path) -> Bucket:
 
 def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> None:
     """Tell the whole story."""
-    size, every = ("small", 5) if options.small else ("demo", 10)
+    size, every = ("small", 5) if options.small else ("demo", 8)
     if options.small:
         os.environ["DCP_S3_PART_BYTES"] = "5 MiB"  # several parts, of the smaller shards too
     common = [bucket.url, f"--size={size}", f"--save-every={every}"]
@@ -267,27 +264,22 @@ def show_garbage(bucket: Bucket, killed: Killed) -> None:
 
 def show_table(bucket: Bucket, measured: list[list[Saved]]) -> None:
     """Print what a save costs, by kind."""
-    table = Table(title="Medians; the first save of each kind is not counted", box=box.SIMPLE)
-    for column in ("", "saves", "blocked s", "waited s", "commit s", "MiB", "GiB/s", "steps"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    print("\nMedians; the first save of each kind is not counted:\n")
+    print(f"{'':<20}{'saves':>6}{'blocked s':>11}{'waited s':>10}{'commit s':>10}{'MiB':>8}{'GiB/s':>7}{'steps':>7}")
     names = {"sync": "dcp.save", "process": "async_save, process", "thread": "async_save, thread"}
     for group in measured:
         kept = group[1:]
-        nbytes = statistics.median(sum(bucket.sizes(f"step-{save.step:06d}/").values()) for save in kept)
+        blocked_s = statistics.median(save.blocked_s for save in kept)
+        waited_s = statistics.median(save.waited_s for save in kept)
         committed_s = statistics.median(save.committed_s for save in kept)
-        table.add_row(
-            names[kept[0].mode],
-            str(len(kept)),
-            f"{statistics.median(save.blocked_s for save in kept):.3f}",
-            f"{statistics.median(save.waited_s for save in kept):.3f}",
-            f"{committed_s:.2f}",
-            f"{nbytes / 2**20:.1f}",
-            f"{nbytes / committed_s / 2**30:.3f}",
-            f"{statistics.median(save.steps_meanwhile for save in kept):g}",
+        steps = statistics.median(save.steps_meanwhile for save in kept)
+        nbytes = statistics.median(sum(bucket.sizes(f"step-{save.step:06d}/").values()) for save in kept)
+        print(
+            f"{names[kept[0].mode]:<20}{len(kept):>6}{blocked_s:>11.3f}{waited_s:>10.3f}{committed_s:>10.2f}"
+            f"{nbytes / 2**20:>8.1f}{nbytes / committed_s / 2**30:>7.3f}{steps:>7g}"
         )
-    Console().print(table)
-    print("blocked: training stood still during the call. waited: before it, for the last save to be committed.")
-    print("commit: from the call to the commit. steps: training steps done in that time.\n")
+    print("\nblocked: training stood still during the call; waited: before it, for the last save to be committed;")
+    print("commit: from the call to the commit; steps: training steps done in that time.\n")
 
 
 if __name__ == "__main__":

@@ -124,9 +124,7 @@ def test_an_aborted_upload(plane: DataPlane, job: Job, bucket: Bucket) -> None:
     key = bucket.key("data/x/__0_2.distcp")
     upload_id, checksums = wait(plane.create_upload(job, key, TOKEN))
     body = b"z" * 1000
-    entry = wait(
-        plane.upload_part(job, key, upload_id, 1, [memoryview(body)], crc32c(body), checksums=checksums)
-    )
+    entry = wait(plane.upload_part(job, key, upload_id, 1, [memoryview(body)], crc32c(body), checksums=checksums))
     wait(plane.abort_upload(job, key, upload_id))
     assert bucket.uploads() == []
     with pytest.raises(StorageError) as refused:

@@ -19,6 +19,7 @@ from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import portal
 from dcp_s3._transfer.receive import Sink
 from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3._transfer.session import ViewSession
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
 from tests.fault.server import FaultServer, Handle, Settings
@@ -196,3 +197,18 @@ def transfer(s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
 def plain_transfer(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
     """The transfer layer on `plain_s3` with quick retries."""
     return transfer_to(plain_s3)
+
+
+@pytest.fixture
+def completes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The XML of every CompleteMultipartUpload that was sent, as the SDK hands it to the wire."""
+    seen: list[bytes] = []
+    plain = ViewSession.send
+
+    async def noting(self: ViewSession, request: Any) -> Any:
+        if isinstance(request.body, (bytes, bytearray)) and b"CompleteMultipartUpload" in request.body:
+            seen.append(bytes(request.body))
+        return await plain(self, request)
+
+    monkeypatch.setattr(ViewSession, "send", noting)
+    return seen

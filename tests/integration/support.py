@@ -90,7 +90,9 @@ def blank(value: Any) -> Any:
         )
     if isinstance(value, torch.Tensor):
         if value.is_quantized:
-            return torch.quantize_per_tensor(torch.zeros(value.shape), value.q_scale(), value.q_zero_point(), value.dtype)
+            return torch.quantize_per_tensor(
+                torch.zeros(value.shape), value.q_scale(), value.q_zero_point(), value.dtype
+            )
         count = value.numel() * value.itemsize
         filled = torch.full((count,), 0 if value.dtype is torch.bool else 0x3B, dtype=torch.uint8)
         return filled.view(value.dtype).reshape(value.shape) if count else torch.empty(value.shape, dtype=value.dtype)

@@ -161,7 +161,10 @@ def _tree(mesh, value):
             "view": whole.t()[1:3],
             "bf16": whole.to(torch.bfloat16),
         },
-        "optimizer": {"state": {0: {"step": torch.tensor(float(value))}}, "groups": [{"lr": 0.1 * value, "betas": (0.9, 0.95)}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(float(value))}},
+            "groups": [{"lr": 0.1 * value, "betas": (0.9, 0.95)}],
+        },
         "step": value,
         "empty": {},
     }
@@ -196,7 +199,9 @@ def _background_saves(rank, bucket, mode, members):
         assert isinstance(failure_of(failed, 1), DcpS3Error)
         assert "'lock' cannot be staged" in str(failure_of(failed, 1))
 
-        kept.append(dcp.async_save(_tree(mesh, 6), checkpoint_id="c", storage_writer=store, **options).result(timeout=20))
+        kept.append(
+            dcp.async_save(_tree(mesh, 6), checkpoint_id="c", storage_writer=store, **options).result(timeout=20)
+        )
         template = load(bucket, "run/c", blank(_tree(mesh, 6)), process_group=group)
         assert_same(template, _tree(mesh, 6))
         return kept

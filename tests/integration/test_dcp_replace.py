@@ -120,15 +120,15 @@ def test_a_rank_fails_half_way(bucket):
 
     An error that cannot be sent to the other ranks is told by its text; nobody waits for it. The save can be repeated.
     """
-    for failures, open_uploads, metadata in run_ranks_ok(2, _fails_half_way, bucket):
-        original, foreign = failures
+    results = run_ranks_ok(2, _fails_half_way, bucket)
+    for (original, foreign), open_uploads, _ in results:
         assert type(original) is ZeroDivisionError
         assert original.args == ("tensor", 3)
         assert type(foreign) is DcpS3Error
         assert foreign.rank == 1
         assert "Foreign: tensor 3 of 5" in str(foreign)
         assert open_uploads == []
-    assert set(checkpoint_keys(bucket, "a", metadata)) <= set(bucket.keys())
+    assert set(checkpoint_keys(bucket, "a", results[0][-1])) <= set(bucket.keys())
 
 
 def test_it_fails_half_way_without_a_group(bucket):
@@ -138,7 +138,23 @@ def test_it_fails_half_way_without_a_group(bucket):
         dcp.save(_state(1), storage_writer=writer(bucket, "a", part_bytes=5 << 20), planner=_Failing(bucket, 0, error))
     assert failure_of(caught.value, 0) is error
     assert bucket.uploads() == []
-    assert not [key for key in bucket.keys() if key.endswith((".metadata", ".distcp"))]
+    assert not [key for key in bucket.keys("a") if key.endswith((".metadata", ".distcp"))]
+
+
+def test_it_fails_while_an_upload_is_created(bucket):
+    """A save that fails while CreateMultipartUpload is on its way leaves no upload open either."""
+
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            if write_item.index.fqn == "c":
+                raise ZeroDivisionError("at once")
+            return super().resolve_data(write_item)
+
+    store = writer(bucket, "a", part_bytes=5 << 20)
+    for _ in range(5):
+        with pytest.raises(dcp.CheckpointException):
+            dcp.save(_state(1), storage_writer=store, planner=Failing())
+    assert bucket.uploads() == []
 
 
 class _Between(S3StorageReader):

@@ -69,13 +69,13 @@ def _tree(mesh, layouts):
     tree = {}
     for name in WHOLE:
         whole = _whole(name)
-        fitting = {
-            layout: placements
-            for layout, placements in layouts.items()
-            if all(not isinstance(placement, Shard) or placement.dim < whole.dim() for placement in placements)
-        }
+        fitting = {layout: placements for layout, placements in layouts.items() if _fits(whole, placements)}
         tree[name] = {layout: _tensor(whole, mesh, placements) for layout, placements in fitting.items()}
     return tree
+
+
+def _fits(whole, placements):
+    return all(placement.dim < whole.dim() for placement in placements if isinstance(placement, Shard))
 
 
 class Model(nn.Module):
@@ -133,9 +133,13 @@ def _save_two_dimensions(bucket):
     model = Model(seed=3)
     parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "last": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    expected = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
     dcp.save({"model": model.state_dict()}, storage_writer=writer(bucket, "fsdp-tp"))
-    return {name: value.detach().clone() for name, value in expected.items()}
+    return _gathered(model.state_dict())
+
+
+def _gathered(state):
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in whole.items()}
 
 
 def _save_all(rank, bucket):
@@ -161,12 +165,12 @@ def saved(module_bucket):
 
 def _load_dtensors(mesh, bucket):
     for path, layouts in (("one", ONE_DIM), ("two", TWO_DIM)):
-        for placements in ONE_DIM.values() if mesh is not None else [None]:
+        for placements in ONE_DIM.values() if mesh is not None else [[]]:
             # every tensor as it was saved under each layout, into this one
             into = {
                 name: {layout: _tensor(_whole(name), mesh, placements) for layout in saved}
                 for name, saved in _tree(None, layouts).items()
-                if placements is None or not any(isinstance(p, Shard) and p.dim >= len(WHOLE[name][0]) for p in placements)
+                if _fits(_whole(name), placements)
             }
             assert_same(load(bucket, path, blank(into)), into)
 
@@ -183,9 +187,7 @@ def _load_fsdp(mesh, bucket, expected, tensor_parallel):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     template = {"model": model_state, "optimizer": optimizer_state}
     load(bucket, "fsdp", template)
-    set_state_dict(
-        model, optimizer, model_state_dict=template["model"], optim_state_dict=template["optimizer"]
-    )
+    set_state_dict(model, optimizer, model_state_dict=template["model"], optim_state_dict=template["optimizer"])
     full = _full(model, optimizer)
     if mesh is None or dist.get_rank() == 0:
         assert_same(full, expected)
@@ -193,8 +195,7 @@ def _load_fsdp(mesh, bucket, expected, tensor_parallel):
     _train(model, optimizer, steps=1)  # the optimizer takes its state for its own
 
     load(bucket, "fsdp-tp", {"model": (state := model.state_dict())})
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
-    assert_same({name: value.detach() for name, value in whole.items()}, tensor_parallel)
+    assert_same(_gathered(state), tensor_parallel)
 
 
 def _load_all(rank, bucket, world_size, expected, tensor_parallel):
@@ -220,7 +221,8 @@ def test_what_lies_in_the_bucket(module_bucket, saved):
     metadata, *_ = saved
     keys = module_bucket.keys("one")
     assert keys == checkpoint_keys(module_bucket, "one", metadata)
-    assert sorted(key.rsplit("/", 1)[1] for key in keys if "data/" in key) == [f"__{rank}_0.distcp" for rank in range(4)]
+    objects = sorted(key.rsplit("/", 1)[1] for key in keys if "data/" in key)
+    assert objects == [f"__{rank}_0.distcp" for rank in range(4)]
     stored = sum(info.length for info in metadata.storage_data.values())
     plain = sum(_whole(name).nbytes * len(layouts) for name, layouts in _tree(None, ONE_DIM).items())
     assert plain <= stored < plain + 2048 * len(metadata.storage_data)

@@ -46,9 +46,8 @@ def _stock_brings_back(directory, value):
     return torch.equal(bits(template["value"]), bits(value))
 
 
-def _save(bucket, path, state, mode):
-    """Save sync, or async and spoiling nothing: views of one storage are still wanted afterwards."""
-    store = writer(bucket, path)
+def _save(bucket, path, state, mode, **settings):
+    store = writer(bucket, path, **settings)
     if mode == "sync":
         return dcp.save(state, storage_writer=store)
     return dcp.async_save(state, storage_writer=store).result(timeout=30)
@@ -76,8 +75,9 @@ def supported(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_every_dtype(module_bucket, supported, mode):
     """Every dtype that stock DCP brings back in a sync save comes back bit for bit, in sync and async saves, of every size."""
-    new = {"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32", "uint16", "uint32", "uint64"}
-    assert {f"torch.{name}" for name in new if hasattr(torch, name)} <= set(supported)
+    eight_bits = {"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"}
+    recent = eight_bits | {"complex32", "uint16", "uint32", "uint64"}
+    assert {f"torch.{name}" for name in recent if hasattr(torch, name)} <= set(supported)
     assert len(supported) >= 20
     metadata = _save(module_bucket, f"dtypes-{mode}", supported, mode)
     for dtype, values in supported.items():
@@ -189,7 +189,9 @@ def test_into_every_layout(module_bucket, tmp_path):
         assert view is kept[name], name
         assert torch.equal(view, state[name]), name
         assert torch.equal(bits(view), bits(stock[name])), name
-        around, stock_around = (torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in (view, stock[name]))
+        around, stock_around = (
+            torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in (view, stock[name])
+        )
         assert torch.equal(around, stock_around), name
 
 
@@ -210,6 +212,21 @@ def test_views_take_their_own_bytes(module_bucket):
         (data,) = (key for key in module_bucket.keys(f"small-{mode}") if "data/" in key)
         assert len(module_bucket.get(data)) < 40 + 32_000 + 12 + 400 + 11 * 2048
         assert_same(load(module_bucket, f"small-{mode}", blank(state)), state)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_sizes_around_every_limit(bucket, mode):
+    """Tensors and texts of a byte less, as much and a byte more than what is joined, checked and sent at once come back the same."""
+    limits = (1, 128 << 10, 1 << 20, 4 << 20, 5 << 20)
+    sizes = [limit + off for limit in limits for off in (-1, 0, 1)]
+    noise = torch.randint(
+        0, 255, (max(sizes) + len(sizes),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    state = {f"{size} bytes": noise[place : place + size] for place, size in enumerate(sizes)}
+    state |= {f"{size} letters": chr(97 + place) * size for place, size in enumerate(sizes)}
+    metadata = _save(bucket, "a", state, mode, part_bytes=5 << 20)
+    assert bucket.keys() == checkpoint_keys(bucket, "a", metadata)
+    assert_same(load(bucket, "a", blank(state)), state)
 
 
 def test_tied_tensors(module_bucket):
@@ -283,10 +300,14 @@ def _plain_values():
         "empty dict": {},
         "unicode é/☃": "✓",
         "bytes": b"\0\xff",
+        "long text": "long enough not to be joined with others " * 8000,
         "complex": 1 + 2j,
         "shape": torch.Size([2, 3]),
         "dtype": torch.float8_e5m2,
-        "opt": {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "opt": {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
         "deep": [{"a": [torch.zeros(2), {"b": torch.arange(3)}]}],
     }
 
@@ -431,13 +452,14 @@ def test_another_dtype(bucket, tmp_path, caplog, conversion):
     saved, dtype = CONVERSIONS[conversion]
     dcp.save({"some.weight": saved}, storage_writer=writer(bucket, "a"))
     dcp.save({"some.weight": saved}, storage_writer=FileSystemWriter(tmp_path))
-    ours, stock = {"some.weight": torch.zeros(saved.shape, dtype=dtype)}, {"some.weight": torch.zeros(saved.shape, dtype=dtype)}
+    ours, stock = ({"some.weight": torch.zeros(saved.shape, dtype=dtype)} for _ in range(2))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values to real", UserWarning)  # torch's own, of both
         load(bucket, "a", ours)
         dcp.load(stock, storage_reader=FileSystemReader(tmp_path))
     assert_same(ours, stock)
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("dcp_s3") and record.levelname == "WARNING"]
+    ours_alone = (record for record in caplog.records if record.name.startswith("dcp_s3"))
+    told = [record.getMessage() for record in ours_alone if record.levelname == "WARNING"]
     assert len(told) == 1
     assert "some.weight" in told[0]
     assert str(saved.dtype) in told[0]

@@ -40,7 +40,7 @@ class Demo:
         self.directory = Path(tempfile.mkdtemp(prefix="demo-"))
         self.mark = uuid.uuid4().hex
         self.output = output
-        with self.output.open("w") as output:
+        with output.open("w") as file:
             self.process = subprocess.Popen(
                 [ROOT / "scripts" / "demo", "--small", *arguments],
                 env={
@@ -52,8 +52,8 @@ class Demo:
                     MARK: self.mark,
                 },
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=file,
+                stderr=file,
             )
 
     def wait(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
+import io
 import re
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -12,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_s3 import CorruptCheckpointError, S3Config
+from dcp_s3 import CorruptCheckpointError
 from dcp_s3._transfer.dataplane import data_plane
 from tests.fault.server import FaultServer, FaultServerProcess, peak_in_flight
-from tests.integration.support import assert_same, blank, failure_of, load, reader, wait_until, writer
+from tests.integration.support import assert_same, bits, blank, failure_of, load, reader, wait_until, writer
 from tests.servers import Bucket, Endpoint
 from tests.support.ranks import run_ranks_ok
 
@@ -76,8 +79,6 @@ def test_the_first_part_is_sent_before_the_last_tensor_is_resolved(faults):
         wait_until(lambda: "t7" in planner.times, "the last tensor is resolved")
         gate.release()
 
-    import threading
-
     releasing = threading.Thread(target=release)
     releasing.start()
     bucket = _bucket(faults)
@@ -92,35 +93,35 @@ def test_the_first_part_is_sent_before_the_last_tensor_is_resolved(faults):
 
 def _ranks_stream(rank, bucket, rows):
     mesh = init_device_mesh("cpu", (2,))
-    state = {f"t{n}": distribute_tensor(torch.full((rows, 1024), float(n)), mesh, [Shard(0)]) for n in range(16)}
+    state = {f"t{n}": distribute_tensor(torch.full((rows, 1024), float(n)), mesh, [Shard(0)]) for n in range(12)}
     planner = _Timed()
-    dcp.save(
-        state, storage_writer=writer(bucket[rank], "a", part_bytes=PART, max_concurrency=2), planner=planner
-    )
+    dcp.save(state, storage_writer=writer(bucket[rank], "a", part_bytes=PART, max_concurrency=1), planner=planner)
     return planner.times
 
 
 def test_every_rank_streams():
     """On two ranks parts are acknowledged while later tensors are unresolved: no rank runs ahead of its uploads by more
-    than the parts that may be queued and on the wire."""
+    than the parts that may be queued and on the wire.
+    """
     with FaultServerProcess(latency_s=0.01) as server:
         buckets = [_bucket(server, f"RANK{rank}") for rank in range(2)]
         times = run_ranks_ok(2, _ranks_stream, buckets, 2 * PART // 4096)
-        ahead = 2 + 4 + 1  # on the wire, queued, and the one that is being filled
+        ahead = 1 + 4 + 1  # on the wire, queued, and the one that is being filled
         for rank in range(2):
             parts = server.requests("UploadPart", access_key=f"RANK{rank}")
-            assert len(parts) == 17
-            assert peak_in_flight(parts) == 2
+            assert len(parts) == 13
+            assert peak_in_flight(parts) == 1
             resolved, acknowledged = sorted(times[rank].values()), sorted(part.t_end for part in parts)
-            assert len(resolved) == 16
-            for index in range(ahead + 1, 16):
+            assert len(resolved) == 12
+            for index in range(ahead + 1, 12):
                 assert acknowledged[index - ahead - 1] < resolved[index], index
         assert server.violations() == []
 
 
 def test_contiguous_cpu_tensors_are_sent_from_where_they_lie(faults):
     """What is written into a tensor between the sending of its part's head and of its body is what the store gets: there is
-    no copy. Nothing of it is charged to the budget, and the load finds that the bytes are not those of the checksum."""
+    no copy. Nothing of it is charged to the budget, and the load finds that the bytes are not those of the checksum.
+    """
     bucket = _bucket(faults)
     weight = torch.zeros(4 * PART // 4)
     settings = {"part_bytes": 2 * PART, "checksum": "none", "max_concurrency": 3, "memory_bytes": 33 * MIB}
@@ -207,7 +208,7 @@ def _growth(action):
 
 
 def _saved_and_loaded(rank, bucket, shape, memory_bytes):
-    """Save and load 512 MiB (64 MiB of small tensors); return the peak growth of resident memory, MiB, and of the budget, bytes."""
+    """Save and load one shape of state; return the peak growth of resident memory, MiB, and the budget's peak, bytes."""
     settings = {"memory_bytes": memory_bytes, "max_concurrency": 4}
     store, source = writer(bucket, **settings), reader(bucket, **settings)
     plane = data_plane(store._config)
@@ -216,10 +217,10 @@ def _saved_and_loaded(rank, bucket, shape, memory_bytes):
     dcp.load(warm, checkpoint_id=bucket.url("warm"), storage_reader=source)
     state = {
         "one": lambda: {"w": torch.zeros(512 * MIB // 4)},
-        "many": lambda: {f"w{n}": torch.zeros(2 * MIB // 4) for n in range(256)},
+        "many": lambda: {f"w{n}": torch.zeros(2 * MIB // 4) for n in range(96)},
+        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(1200)},
         "strided": lambda: {"w": torch.zeros(8192, 16384).t()},
         "small": lambda: {f"w{n}": torch.zeros(16 * 1024 // 4) for n in range(4096)},
-        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(2048)},
     }[shape]()
     for tensor in state.values():
         tensor.fill_(0.0)  # resident from here on
@@ -233,31 +234,54 @@ def _saved_and_loaded(rank, bucket, shape, memory_bytes):
 
 @pytest.mark.parametrize("shape", ["one", "many", "middling", "strided", "small"])
 def test_memory_is_bounded_whatever_the_size(faults_process, shape):
-    """Saving and loading 512 MiB takes no more than a constant for contiguous tensors, and memory_bytes for those that must be
-    copied, by the process's resident set; the store is slower than the memory, so everything that can pile up does."""
+    """Saving and loading up to 512 MiB takes a constant for contiguous tensors, and at most memory_bytes for what has to be
+    copied, by the process's resident set; the store is slower than the memory, so everything that can pile up does.
+    """
     limit = 64 * MIB
     (((saving, saved), (loading, loaded)),) = run_ranks_ok(
         1, _saved_and_loaded, _bucket(faults_process), shape, limit, backend=None, timeout_s=110
     )
-    print(f"{shape}: save {saving:.1f} MiB, load {loading:.1f} MiB; of the budget {saved / MIB:.1f}, {loaded / MIB:.1f}")
-    noise = 24  # tasks, the transport's buffers, the record and what it is made of: MiB
+    print(
+        f"{shape}: save {saving:.1f} MiB, load {loading:.1f} MiB; of the budget {saved / MIB:.1f}, {loaded / MIB:.1f}"
+    )
+    noise = 24  # one read's copy, tasks, the transport's buffers, the record and what it is made of: MiB
+    most = {"one": (0, 0), "many": (0, 0), "middling": (0, 64), "strided": (64, 64), "small": (64, 64)}
+    assert saving < most[shape][0] + noise
+    assert loading < most[shape][1] + noise
     assert max(saved, loaded) <= limit
-    if shape in ("one", "many", "middling"):
-        assert saved < 8 * MIB
-        assert max(saving, loading) < noise
-    else:
-        assert max(saving, loading) < limit / MIB + noise
+    if most[shape][0] == 0:
+        assert saved <= 4 * MIB
+
+
+def test_a_load_lets_go_of_its_destination(faults):
+    """When a load is over nothing of the package holds the memory that it was received into: not the connections that are kept,
+    and no cycle that only a garbage collection would find.
+    """
+    bucket = _bucket(faults)
+    dcp.save({"w": torch.ones(5 * MIB), "v": torch.ones(40_000)}, storage_writer=writer(bucket, "a"))
+    memory = [np.zeros(5 * MIB, dtype=np.float32), np.zeros(40_000, dtype=np.float32)]
+    template = {"w": torch.from_numpy(memory[0]), "v": torch.from_numpy(memory[1])}
+    alive = [weakref.ref(array) for array in memory]
+    planner = DefaultLoadPlanner()  # DCP's own: it keeps the state dict
+    gc.collect()
+    gc.disable()
+    try:
+        load(bucket, "a", template, planner=planner)
+        assert template["w"].sum() == 5 * MIB
+        del memory, template, planner
+        held = [array() is not None for array in alive]
+    finally:
+        gc.enable()
+    assert held == [False, False]
 
 
 def test_two_saves_share_one_budget(faults):
     """Two saves at once, of tensors that have to be copied, stay under the one limit of their process."""
-    import concurrent.futures
-
     bucket = _bucket(faults)
     settings = {"memory_bytes": 48 * MIB, "part_bytes": PART}
-    plane = data_plane(S3Config(**{f: getattr(bucket.endpoint.config(**settings), f) for f in S3Config.__slots__}))
+    plane = data_plane(bucket.endpoint.config(**settings))
     faults.configure(latency_s=0.02)
-    states = [{"w": torch.arange(16 * MIB).reshape(4096, 4096).t()} for _ in range(2)]
+    states = [{"w": torch.arange(8 * MIB).reshape(2048, 4096).t()} for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         saves = [
             pool.submit(dcp.save, state, storage_writer=writer(bucket, f"s{n}", **settings), no_dist=True)
@@ -268,4 +292,38 @@ def test_two_saves_share_one_budget(faults):
     assert 32 * MIB < plane.budget.peak <= 48 * MIB
     assert plane.budget.held == 0
     for n, state in enumerate(states):
-        assert_same(load(bucket, f"s{n}", {"w": torch.zeros(4096, 4096, dtype=torch.int64)})["w"], state["w"].contiguous())
+        assert_same(load(bucket, f"s{n}", blank(state)), state)
+
+
+def _can_be_saved(dtype):
+    buffer = io.BytesIO()
+    try:
+        torch.save(torch.empty(1, dtype=dtype), buffer)
+        torch._utils._element_size(dtype)  # what DCP's planner asks
+    except (RuntimeError, NotImplementedError, KeyError, TypeError):
+        return False
+    return True
+
+
+def test_strided_tensors_of_every_dtype(faults):
+    """Tensors that have to be copied in slices come back bit by bit: every dtype that can be saved, conj and neg views too."""
+    named = [
+        dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and not name.startswith("q")
+    ]
+    dtypes = sorted({dtype for dtype in named if _can_be_saved(dtype)}, key=str)
+    assert len(dtypes) > 20
+    state = {}
+    for dtype in dtypes:
+        raw = torch.arange(520 * 1031 * dtype.itemsize).to(torch.uint8)
+        state[str(dtype)] = (raw & 1 if dtype is torch.bool else raw).view(dtype).view(520, 1031).t()
+    conj = state["torch.complex64"].conj()
+    state |= {
+        "conj": conj,
+        "neg": conj.imag,
+        "channels": torch.rand(2, 64, 70, 70).to(memory_format=torch.channels_last),
+    }
+    bucket = _bucket(faults)
+    dcp.save(state, storage_writer=writer(bucket, "a"))
+    loaded = load(bucket, "a", blank(state))
+    for name, tensor in state.items():
+        assert torch.equal(bits(loaded[name]), bits(tensor)), name

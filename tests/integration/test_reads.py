@@ -1,0 +1,226 @@
+"""Loads ask for what they need and no more: joined ranges, many at once, into the destination; each byte is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, zeros
+
+from tests.fault.server import FaultServer, FaultServerProcess, peak_in_flight
+from tests.integration.support import assert_same, blank, load, writer
+from tests.servers import Bucket, Endpoint
+from tests.support.ranks import run_ranks_ok
+
+MIB = 1 << 20
+CHUNK = 4 * MIB
+"""Grid of the CRCs of a record."""
+
+
+def _bucket(server, access_key="RANK0"):
+    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key=access_key, secret_key="secret")
+    return Bucket(endpoint=endpoint, name=server.bucket)
+
+
+@pytest.fixture
+def faults():
+    with FaultServer() as server:
+        yield server
+
+
+def _reads(server, **wanted):
+    """The GETs of data objects since the log was cleared."""
+    return server.requests("GetObject", key="/data/", **wanted)
+
+
+def _span(record):
+    first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", record.headers["range"]).groups()
+    return int(first), int(last) + 1
+
+
+def _where(metadata, fqn):
+    """Return the object, and where in it the record (or its raw data) of an item lies: key, first byte, behind the last."""
+    info = metadata.storage_data[MetadataIndex(fqn, torch.Size([0]) if hasattr(fqn, "chunks") else None)]
+    return info
+
+
+def _info(metadata, fqn):
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == fqn]
+    return info
+
+
+# ---------------------------------------------------------------------------------------------------- how much, how often
+
+
+def test_a_big_tensor_comes_in_many_ranges_at_once(faults):
+    """A tensor of 64 MiB is read in four ranges of 16 MiB, side by side, and not one byte beyond its data."""
+    bucket = _bucket(faults)
+    state = {"w": torch.rand(16 * MIB)}
+    metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
+    faults.clear(rules=False, state=False)
+    faults.configure(latency_s=0.05)
+    assert_same(load(bucket, "a", blank(state)), state)
+    reads = _reads(faults)
+    assert peak_in_flight(reads) == 4
+    start = _info(metadata, "w").offset + _info(metadata, "w").raw_offset
+    assert sorted(map(_span, reads)) == [(start + n * 16 * MIB, start + (n + 1) * 16 * MIB) for n in range(4)]
+
+
+def test_neighbours_are_joined(faults):
+    """1,000 tensors of 4 KiB are one range; of every second one the gaps between are skipped no more than they are worth."""
+    bucket = _bucket(faults)
+    state = {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)}
+    metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
+    faults.clear(rules=False, state=False)
+    assert_same(load(bucket, "a", blank(state)), state)
+    (read,) = _reads(faults)
+    assert read.reply_bytes < 1000 * (4096 + 2000)
+    # from end to end of what is asked for, and nothing before or behind it
+    places = [info.offset + info.raw_offset for info in metadata.storage_data.values()]
+    assert _span(read) == (min(places), max(places) + 4096)
+
+
+def test_one_tensor_of_a_thousand(faults):
+    """Asking for one tensor moves that tensor, the record and the manifest, whatever else the checkpoint holds."""
+    bucket = _bucket(faults)
+    state = {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)} | {"big": torch.rand(12 * MIB)}
+    dcp.save(state, storage_writer=writer(bucket, "a"))
+    small = sum(item["size"] for key, item in faults.objects("a/").items() if "/data/" not in key)
+    for name in ("t0500", "big"):
+        faults.clear(rules=False, state=False)
+        assert_same(load(bucket, "a", {name: blank(state[name])}), {name: state[name]})
+        assert sum(read.reply_bytes for read in _reads(faults)) == state[name].nbytes
+        assert sum(record.reply_bytes for record in faults.log) == state[name].nbytes + small
+        assert {record.operation for record in faults.log} == {"GetObject"}
+
+
+def _load_shards(rank, buckets, rows, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    state = {"w": zeros(rows, 4096, device_mesh=mesh, placements=[Shard(0)])}
+    state |= {f"t{n:04d}": torch.zeros(1024) for n in range(1000)}
+    load(buckets[rank], "a", state)
+    first = rank * -(-rows // ranks)
+    local = state["w"].to_local()
+    wanted = torch.arange(first, first + local.shape[0], dtype=torch.float32)
+    assert torch.equal(local, wanted[:, None].expand(local.shape)), rank
+    assert all(torch.equal(state[f"t{n:04d}"], torch.full((1024,), float(n))) for n in range(1000))
+    return local.nbytes + 1000 * 4096
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_reads_its_share(ranks):
+    """Of 64 MiB sharded by rows and 1,000 whole tensors of 4 KiB, written by one process, each of two ranks receives at most
+    1.1 x its share; of three, whose rows begin inside CRC chunks, that and at most one chunk at either end.
+    """
+    rows = 4096
+    with FaultServerProcess() as server:
+        buckets = [_bucket(server, f"RANK{rank}") for rank in range(ranks)]
+        state = {"w": torch.arange(float(rows))[:, None].expand(rows, 4096).contiguous()}
+        state |= {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)}
+        dcp.save(state, storage_writer=writer(_bucket(server), "a"))
+        server.clear(rules=False, state=False)
+        shares = run_ranks_ok(ranks, _load_shards, buckets, rows, ranks)
+        for rank, share in enumerate(shares):
+            received = sum(r.reply_bytes for r in server.log if r.access_key == f"RANK{rank}")
+            assert share < received < 1.1 * share + (2 * CHUNK if ranks == 3 else 0)
+
+
+def _reshard(rank, buckets, shape):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(float(shape[0] * shape[1])).reshape(shape)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=writer(buckets[rank], "a"))
+
+
+def test_resharding_by_columns_reads_each_record_once(faults):
+    """Columns of row-wise records need all their rows: those are received once, however the destination is cut."""
+    bucket = _bucket(faults)
+    whole = torch.arange(12.0 * MIB).reshape(40, -1)  # rows of 1.2 MiB, which no CRC chunk is a multiple of
+    dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
+    for parts in ((0, 1), (0, 2), (1, 1), (1, 4)):
+        faults.clear(rules=False, state=False)
+        template = {"w": torch.zeros_like(whole)}
+        load(bucket, "a", template, planner=_Cut(*parts))
+        assert_same(template, {"w": whole})
+        received = sum(read.reply_bytes for read in _reads(faults))
+        assert received <= whole.nbytes * 1.1, (parts, received / whole.nbytes)
+
+
+class _Cut(DefaultLoadPlanner):
+    """Asks for each tensor in several items: bands of it along one dimension."""
+
+    def __init__(self, dim, count):
+        super().__init__()
+        self._dim = dim
+        self._count = count
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[band for item in plan.items for band in self._bands(item)])
+
+    def _bands(self, item):
+        size = item.lengths[self._dim] // self._count
+
+        def moved(origin, n):
+            return torch.Size([*origin[: self._dim], origin[self._dim] + n * size, *origin[self._dim + 1 :]])
+
+        for n in range(self._count):
+            yield dataclasses.replace(
+                item,
+                lengths=torch.Size([*item.lengths[: self._dim], size, *item.lengths[self._dim + 1 :]]),
+                storage_offsets=moved(item.storage_offsets, n),
+                dest_offsets=moved(item.dest_offsets, n),
+            )
+
+
+@pytest.mark.parametrize("mib", [2, 40])
+def test_a_stock_record_is_fetched_once(bucket, mib, tmp_path, faults):
+    """A stock writer's record can only be read whole: several items of it cost one GET, also beyond the size of a joined one."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    whole = torch.arange(float(mib * MIB // 4)).reshape(8, -1)
+    dcp.save({"w": whole}, storage_writer=FileSystemWriter(tmp_path / "stock"))
+    for file in (tmp_path / "stock").iterdir():
+        faults.put(f"a/{file.name}", file.read_bytes())
+    template = {"w": torch.zeros_like(whole)}
+    load(_bucket(faults), "a", template, planner=_Cut(0, 4))
+    assert_same(template, {"w": whole})
+    (read,) = faults.requests("GetObject", key="distcp")
+    assert read.reply_bytes < whole.nbytes + 4000
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        lambda whole: torch.zeros(whole.shape, dtype=torch.float64),
+        lambda whole: torch.zeros(whole.shape[::-1]).t(),
+        lambda whole: torch.zeros(whole.shape, dtype=torch.bfloat16),
+    ],
+    ids=["wider", "strided", "narrower"],
+)
+def test_other_destinations_read_no_more(faults, template):
+    """A destination of other strides or dtype gets the same values from the same ranges, at most 1.1 x the bytes."""
+    bucket = _bucket(faults)
+    whole = torch.arange(12.0 * MIB).reshape(40, -1) % 251
+    dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
+    faults.clear(rules=False, state=False)
+    target = {"w": template(whole)}
+    load(bucket, "a", target)
+    assert torch.equal(target["w"], whole.to(target["w"].dtype))
+    assert sum(read.reply_bytes for read in _reads(faults)) <= whole.nbytes * 1.1
+
+
+def test_nothing_is_read_for_nothing(faults):
+    """Empty tensors cost no GET, and a load of nothing but them only the record's."""
+    bucket = _bucket(faults)
+    state = {"e": torch.empty(0, 3), "z": torch.empty(0)}
+    dcp.save({**state, "s": torch.tensor(3.5)}, storage_writer=writer(bucket, "a"))
+    faults.clear(rules=False, state=False)
+    assert_same(load(bucket, "a", dict(state)), state)
+    assert _reads(faults) == []
