@@ -317,9 +317,13 @@ class S3StorageWriter(StorageWriter):
             if lease is not None:
                 leases.add(lease)
             if data.layout is not torch.strided:  # loading copies into the template's values, which leaves it empty
-                raise ConfigError(f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense")
+                raise ConfigError(
+                    f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense"
+                )
             info = shard.write_tensor(data)
-            info.__dict__["dtype"] = data.dtype  # a cached plan, and the metadata cached with it, know an earlier save's
+            info.__dict__["dtype"] = (
+                data.dtype
+            )  # a cached plan, and the metadata cached with it, know an earlier save's
         else:
             info = shard.write_bytes(data.getbuffer())
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)

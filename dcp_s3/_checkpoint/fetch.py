@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp_s3._checkpoint.record import memory_of, scratch
+from dcp_s3._checkpoint.record import COPIED_AS, memory_of, scratch
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from dcp_s3._transfer.download import RangeRead
 from dcp_s3._transfer.plan import coalesce
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
+
+    _Index = tuple[int, ...]
 
 READ_BYTES: Final = 16 << 20
 """Most bytes of one GET, and of one slice of a big tensor; a multiple of the CRC chunk."""
@@ -142,8 +146,17 @@ def batches(pieces: Sequence[Piece]) -> Iterator[RangeRead[Batch]]:
     ordered = sorted(pieces, key=lambda piece: (piece.key, piece.start, piece.end))
     for key, group in itertools.groupby(ordered, key=lambda piece: piece.key):
         same = list(group)
-        for start, end, first, last in coalesce(((p.start, p.end) for p in same), gap=GAP_BYTES, limit=READ_BYTES):
-            batch = Batch(same[first:last], start, end)
+        spans: list[tuple[int, int]] = []
+        firsts: list[int] = []
+        for index, piece in enumerate(same):
+            if spans and piece.start < spans[-1][1]:  # what overlaps is read once, however long it is together
+                spans[-1] = spans[-1][0], max(spans[-1][1], piece.end)
+            else:
+                spans.append((piece.start, piece.end))
+                firsts.append(index)
+        firsts.append(len(same))
+        for start, end, first, last in coalesce(spans, gap=GAP_BYTES, limit=READ_BYTES):
+            batch = Batch(same[firsts[first] : firsts[last]], start, end)
             yield RangeRead(key, start, end - start, scratch=batch.scratch, pieces=batch.destinations, about=batch)
 
 
@@ -184,59 +197,31 @@ def raw_pieces(
         target: Filled; of shape ``lengths``, any device, strides and dtype.
         item: Kept on the pieces.
     """
-    itemsize = dtype.itemsize
-    rows, row_bytes = (sizes[0], itemsize) if sizes else (1, itemsize)
-    for size in sizes[1:]:
-        row_bytes *= size
-    total = rows * row_bytes
-    first = offsets[0] if sizes else 0
-    count = lengths[0] if sizes else 1
-    whole_rows = list(lengths[1:]) == list(sizes[1:])
+    place = _Place(dtype, sizes or (1,), offsets or (0,), lengths or (1,), target if sizes else target[None])
+    total = math.prod(sizes) * dtype.itemsize
+    low, high = place.first * dtype.itemsize, place.end * dtype.itemsize
     memory = None
     if (
-        whole_rows
+        high - low == math.prod(lengths) * dtype.itemsize
         and target.is_cpu
         and target.dtype == dtype
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())
     ):
         memory = memory_of(target)
-    step = max(1, READ_BYTES // row_bytes)
-    if memory is not None and row_bytes * count > READ_BYTES:
-        return _direct_pieces(key, data_start, total, crcs, first * row_bytes, memory, item)
     pieces = []
-    for row in range(first, first + count, step):
-        n = min(step, first + count - row)
-        low, high = row * row_bytes, (row + n) * row_bytes
-        piece = _extended(key, data_start, total, crcs, low, high, item)
-        if memory is not None:
-            piece.target = memory[low - first * row_bytes : high - first * row_bytes]
-        else:
-            part = target[row - first : row - first + n] if sizes else target
-            box = (list(offsets[1:]), list(lengths[1:]))
-            shape = [n, *sizes[1:]] if sizes else []
-            piece.use = _Copy(piece, dtype, shape, box, part)
-        pieces.append(piece)
-    return pieces
-
-
-def _direct_pieces(
-    key: str,
-    data_start: int,
-    total: int,
-    crcs: tuple[int, ...],
-    low: int,
-    memory: memoryview,
-    item: Any,  # noqa: ANN401
-) -> list[Piece]:
-    """Cut at multiples of the read size in the record, so that only the two ends can need bytes for their CRC."""
-    pieces = []
-    position, end = low, low + len(memory)
-    while position < end:
-        stop = min(end, (position // READ_BYTES + 1) * READ_BYTES)
+    position = low
+    while position < high:
+        # cut at multiples of the read size in the record, so that only the two ends can need bytes for their CRC, and so
+        # that several items of one record have their seams at the same bytes
+        stop = min(high, (position // READ_BYTES + 1) * READ_BYTES)
         piece = _extended(key, data_start, total, crcs, position, stop, item)
-        piece.target = memory[position - low : stop - low]
-        pieces.append(piece)
+        if memory is not None:
+            piece.target = memory[position - low : stop - low]
+            pieces.append(piece)
+        elif place.has(position // dtype.itemsize, stop // dtype.itemsize):
+            piece.use = functools.partial(place.fill, position // dtype.itemsize, piece.lead, piece.length)
+            pieces.append(piece)
         position = stop
     return pieces
 
@@ -268,22 +253,99 @@ def _extended(
     )
 
 
-class _Copy:
-    """Copies a box out of received rows: for other devices, strides, dtypes, and columns."""
+class _Place:
+    """Where a box of a saved tensor goes when its bytes cannot be received in place: other device, strides, dtype, columns.
 
-    __slots__ = ("_box", "_dtype", "_lead", "_length", "_part", "_shape")
+    Args:
+        dtype: Element type of the saved tensor.
+        sizes: Its shape, one dimension or more.
+        offsets: Where the box begins in it.
+        lengths: Shape of the box; all at least 1.
+        target: Filled; of shape ``lengths``.
+
+    Attributes:
+        first: Index of the box's first element in the row-major saved tensor.
+        end: Behind that of its last one.
+    """
+
+    __slots__ = ("_dtype", "_lengths", "_offsets", "_sizes", "_target", "end", "first")
 
     def __init__(
-        self, piece: Piece, dtype: torch.dtype, shape: list[int], box: tuple[list[int], list[int]], part: torch.Tensor
+        self,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
     ) -> None:
-        self._lead, self._length = piece.lead, piece.length
-        self._dtype, self._shape, self._box, self._part = dtype, shape, box, part
+        self._dtype, self._sizes, self._offsets, self._lengths = dtype, tuple(sizes), offsets, lengths
+        self._target = target
+        self.first = self.end = 0
+        for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+            self.first = self.first * size + offset
+            self.end = self.end * size + offset + length - 1
+        self.end += 1
 
-    def __call__(self, data: memoryview) -> None:
+    def has(self, first: int, end: int) -> bool:
+        """Whether any of the elements ``[first, end)`` of the row-major saved tensor is in the box."""
+        return any(True for _ in self._common(first, end))
+
+    def fill(self, first: int, lead: int, length: int, data: memoryview) -> None:
+        """Copy what belongs to the box out of ``length`` bytes behind the first ``lead`` of ``data``.
+
+        Args:
+            first: Index of the element that these bytes begin with.
+            lead: Bytes.
+            length: Bytes, a whole number of elements.
+            data: What was received.
+        """
         import torch
 
-        aligned = bytearray(data[self._lead : self._lead + self._length])
-        rows = torch.frombuffer(aligned, dtype=torch.uint8).view(self._dtype).view(self._shape)
-        for dim, (offset, length) in enumerate(zip(*self._box, strict=True), start=1):
-            rows = rows.narrow(dim, offset, length)
-        self._part.copy_(rows)
+        flat = torch.frombuffer(data[lead : lead + length], dtype=torch.uint8)
+        if flat.data_ptr() % self._dtype.itemsize:
+            flat = flat.clone()
+        flat, target = flat.view(self._dtype), self._target
+        if target.dtype == self._dtype and not (target.is_conj() or target.is_neg()):
+            # as numbers of the same width: torch cannot copy every dtype by element
+            flat, target = flat.view(COPIED_AS[target.itemsize]), target.view(COPIED_AS[target.itemsize])
+        for start, shape, origin, low, size in self._common(first, first + length // self._dtype.itemsize):
+            part = flat[start - first : start - first + math.prod(shape)].view(shape)
+            into = target
+            for dim, count in enumerate(size):
+                part = part.narrow(dim, low[dim] - origin[dim], count)
+                into = into.narrow(dim, low[dim] - self._offsets[dim], count)
+            into.copy_(part)
+
+    def _common(self, first: int, end: int) -> Iterator[tuple[int, _Index, _Index, _Index, _Index]]:
+        """The blocks of ``[first, end)`` that reach into the box: start, shape, origin, and the common part's origin and shape."""
+        for start, origin, shape in _blocks(self._sizes, first, end):
+            low = tuple(map(max, origin, self._offsets))
+            size = tuple(
+                min(a + n, b + m) - c
+                for a, n, b, m, c in zip(origin, shape, self._offsets, self._lengths, low, strict=True)
+            )
+            if min(size) > 0:
+                yield start, shape, origin, low, size
+
+
+def _blocks(sizes: _Index, first: int, end: int) -> Iterator[tuple[int, _Index, _Index]]:
+    """Cut the elements ``[first, end)`` of a row-major array into blocks: a row's end, whole rows, a row's beginning.
+
+    Yields:
+        Index of a block's first element, where the block begins per dimension, and its shape.
+    """
+    if len(sizes) == 1:
+        yield first, (first,), (end - first,)
+        return
+    row = math.prod(sizes[1:])
+    index = first // row
+    if first % row or end < (index + 1) * row:
+        stop = min(end, (index + 1) * row)
+        for start, origin, shape in _blocks(sizes[1:], first - index * row, stop - index * row):
+            yield index * row + start, (index, *origin), (1, *shape)
+        first, index = stop, index + 1
+    if count := (end - first) // row:
+        yield first, (index, *(0 for _ in sizes[1:])), (count, *sizes[1:])
+        first, index = first + count * row, index + count
+    if first < end:
+        yield from _blocks(sizes, first, end)

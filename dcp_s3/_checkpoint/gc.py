@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from dcp_s3._checkpoint.inventory import in_parallel, natural, rank_records, read_records
+from dcp_s3._checkpoint.inventory import etags, in_parallel, natural, rank_records, read_records
 from dcp_s3._checkpoint.layout import RECORD_NAME, CheckpointUrl, manifest_name, manifest_write_id, owner_of
-from dcp_s3._transfer.store import is_missing
 from dcp_s3.errors import AccessDeniedError, ConfigError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -236,16 +235,7 @@ class _Run:
     def _is_unchanged(self, url: CheckpointUrl, records: list[Record]) -> bool:
         """Whether the commit records are still those that were read."""
         known = {record.name: record.fetched.info.etag for record in records}
-        for name in {RECORD_NAME, *known, *rank_records(self._store, url)}:
-            try:
-                etag = self._store.head(url.key(name)).etag
-            except StorageError as error:
-                if not is_missing(error):
-                    raise
-                etag = None
-            if etag != known.get(name):
-                return False
-        return True
+        return known == etags(self._store, url, {RECORD_NAME, *known, *rank_records(self._store, url)})
 
     def _delete(self, info: ObjectInfo) -> bool:
         try:

@@ -34,6 +34,8 @@ WRITE_ID_FIELD: Final = "dcp-s3-write-id"
 """User metadata of our records."""
 THREADS: Final = 8
 """Small requests at once: enough to hide their latency, few enough for any store."""
+_TRIES: Final = 3
+"""So often a record is read that is replaced while it is read."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -86,15 +88,38 @@ def read_records(store: ControlStore, url: CheckpointUrl) -> list[Record]:
     Raises:
         StorageError: The store refused or failed; a missing record is no error.
     """
-    own = _get(store, url.key(RECORD_NAME))
+    own = _read(store, url, RECORD_NAME)
     try:
         names = sorted(rank_records(store, url), key=natural)
     except AccessDeniedError:
         if own is None:
             raise
         names = []  # who may read a checkpoint by its name need not be allowed to list
-    read = [(RECORD_NAME, own), *((name, _get(store, url.key(name))) for name in names)]
-    return [_with_manifest(store, url, name, fetched) for name, fetched in read if fetched is not None]
+    return [record for record in (own, *(_read(store, url, name) for name in names)) if record is not None]
+
+
+def etags(store: ControlStore, url: CheckpointUrl, names: Iterable[str]) -> dict[str, str]:
+    """The ETags that records have now; those that are not there are left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = store.head(url.key(name)).etag
+        except StorageError as error:
+            if not is_missing(error):
+                raise
+    return found
+
+
+def _read(store: ControlStore, url: CheckpointUrl, name: str) -> Record | None:
+    for _ in range(_TRIES):
+        fetched = _get(store, url.key(name))
+        if fetched is None:
+            return None
+        record = _with_manifest(store, url, name, fetched)
+        # between the two reads a save may have replaced the checkpoint, and deleted the old manifest
+        if record.manifest is not None or etags(store, url, [name]).get(name) == fetched.info.etag:
+            break
+    return record
 
 
 def rank_records(store: ControlStore, url: CheckpointUrl) -> Iterator[str]:
@@ -166,7 +191,8 @@ def walk(store: ControlStore, root: CheckpointUrl) -> Iterator[CheckpointUrl]:
 def _children(store: ControlStore, url: CheckpointUrl) -> list[CheckpointUrl]:
     start = len(url.key(""))
     inside_data = url.prefix.rpartition("/")[2] == "data"
-    names = [prefix[start:].removesuffix("/") for prefix in store.list_prefixes(url.key(""))]
+    # a store that pages without tokens may give one twice
+    names = dict.fromkeys(prefix[start:].removesuffix("/") for prefix in store.list_prefixes(url.key("")))
     # a token's directory has only data objects; "//" in a key gives an empty name, which no checkpoint URL has
     return [url.child(name) for name in names if name and not (inside_data and _TOKEN.fullmatch(name))]
 

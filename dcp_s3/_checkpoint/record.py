@@ -22,7 +22,7 @@ SMALL_BYTES: Final = 128 << 10
 
 _MAPPED_BYTES: Final = 256 << 10
 """Scratch of at least this is mapped; the heap serves less."""
-_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+COPIED_AS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size that torch can copy by element, for those that it cannot."""
 
 _lock = threading.Lock()
@@ -169,7 +169,7 @@ def copied(tensor: torch.Tensor) -> memoryview:
     """
     memory = scratch(tensor.numel() * tensor.element_size())
     if memory:
-        width = _WIDTHS[tensor.element_size()]
+        width = COPIED_AS[tensor.element_size()]
         torch.frombuffer(memory, dtype=width).view(tensor.shape).copy_(tensor.view(width))
     return memory
 
@@ -213,5 +213,5 @@ def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.cpu().contiguous() if tensor.device.type != "cpu" else tensor.contiguous()
     except (RuntimeError, NotImplementedError):
-        width = _WIDTHS[tensor.element_size()]
+        width = COPIED_AS[tensor.element_size()]
         return tensor.view(width).cpu().contiguous().view(tensor.dtype)

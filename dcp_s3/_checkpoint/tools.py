@@ -127,6 +127,7 @@ def verify(url: str | os.PathLike[str], *, deep: bool = False, config: S3Config 
     Raises:
         ConfigError: The URL or the configuration is wrong.
         CheckpointNotFoundError: No checkpoint is there.
+        CheckpointReplacedError: A save replaced the checkpoint while it was read.
         StorageError: The store refused or failed.
     """
     place = parse_url(url)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dcp_s3._checkpoint.inventory import Record, in_parallel, read_records
+from dcp_s3._checkpoint.inventory import Record, etags, in_parallel, read_records
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.store import is_missing
-from dcp_s3.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from dcp_s3.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,6 +67,7 @@ def verify_checkpoint(store: ControlStore, url: CheckpointUrl, *, deep: bool) ->
 
     Raises:
         CheckpointNotFoundError: No commit record is there.
+        CheckpointReplacedError: A save replaced the checkpoint meanwhile.
         StorageError: The store refused or failed.
     """
     start = time.monotonic()
@@ -76,6 +77,10 @@ def verify_checkpoint(store: ControlStore, url: CheckpointUrl, *, deep: bool) ->
     check = _Check(store, url)
     for record in records:
         check.record(record, deep=deep)
+    if check.problems:
+        known = {record.name: record.fetched.info.etag for record in records}
+        if etags(store, url, known) != known:
+            raise CheckpointReplacedError(f"{url} was replaced while it was verified; verify it again")
     return VerifyReport(
         url=str(url),
         ok=not check.problems,

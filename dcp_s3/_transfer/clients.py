@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -17,7 +19,7 @@ from botocore.config import Config as BotoConfig
 from botocore.exceptions import NoCredentialsError
 
 from dcp_s3._transfer.session import ViewSession
-from dcp_s3.errors import DcpS3Error, StorageUnavailableError
+from dcp_s3.errors import ConfigError, DcpS3Error, StorageUnavailableError
 
 if TYPE_CHECKING:
     from dcp_s3.config import S3Config
@@ -65,6 +67,29 @@ def is_aws(endpoint: str) -> bool:
     """Whether a host is AWS's own, where virtual-hosted style is the rule."""
     host = urlsplit(endpoint).hostname or ""
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _check_ca_bundle(path: str | None) -> None:
+    """Read a CA bundle before a connection needs it, where a missing file would look like a failing network.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no certificate.
+    """
+    if path is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            **{"capath" if Path(path).is_dir() else "cafile": path}
+        )
+    except OSError as error:  # of which SSLError is one
+        raise ConfigError(f"verify_tls or AWS_CA_BUNDLE names {path!r}, which is no CA bundle: {error}") from error
+
+
+def _ca_bundle(config: S3Config, session: Any) -> str | None:  # noqa: ANN401 -- a botocore session
+    if isinstance(config.verify_tls, str):
+        return config.verify_tls
+    found: str | None = session.get_config_variable("ca_bundle") if config.verify_tls else None
+    return found
 
 
 def _has_chain(config: S3Config) -> bool:
@@ -119,6 +144,7 @@ class ControlClients:
         self._session = session if session is not None else boto3.session.Session(profile_name=resolved.profile)
         if _has_chain(config) and self._session.get_credentials() is None:
             raise NoCredentialsError
+        _check_ca_bundle(_ca_bundle(config, self._session._session))  # noqa: SLF001 -- boto3 hides its botocore session
         region = resolved.region or self._session.region_name or DEFAULT_REGION
         endpoints: tuple[str | None, ...] = resolved.endpoints or (None,)
         self._clients = [self._create(resolved, endpoint, region) for endpoint in endpoints]
@@ -177,6 +203,7 @@ class DataClients:
         self._session = session if session is not None else aiobotocore.session.AioSession(profile=config.profile)
         if _has_chain(config) and await self._session.get_credentials() is None:
             raise NoCredentialsError
+        await asyncio.to_thread(_check_ca_bundle, _ca_bundle(config, self._session))
         region = config.region or self._session.get_config_variable("region") or DEFAULT_REGION
         for endpoint in config.endpoints or (None,):
             path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)

@@ -118,8 +118,8 @@ def translate(
     elif (refused := _certificate_error(error)) is not None:
         made = mark(
             StorageError(
-                f"the server's TLS certificate was refused: {refused.verify_message}; check the endpoint's name, or give its CA "
-                "with S3Config(verify_tls='/path/ca.pem') or AWS_CA_BUNDLE"
+                f"the server's TLS certificate was refused: {refused}; check the endpoint's name, or give its CA with "
+                "S3Config(verify_tls='/path/ca.pem') or AWS_CA_BUNDLE"
             ),
             tries=NEVER,
         )
@@ -182,11 +182,15 @@ def _retry_after(headers: Any) -> float:  # noqa: ANN401 -- a mapping of header 
         return 0.0
 
 
-def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
+def _certificate_error(error: BaseException) -> str | None:
+    """Why a certificate was refused, in the words of whoever checked it: OpenSSL, or urllib3 for the host's name."""
+    found = None
     for link in _chain(error):
         if isinstance(link, ssl.SSLCertVerificationError):
-            return link
-    return None
+            found = str(getattr(link, "verify_message", "") or found or link)
+        elif type(link).__name__ == "CertificateError":  # urllib3's own, which has no public home
+            found = str(link)
+    return found
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

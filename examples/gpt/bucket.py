@@ -31,6 +31,7 @@ class Bucket:
                 request_checksum_calculation="when_required",
                 connect_timeout=10,
                 read_timeout=30,
+                retries={"total_max_attempts": 3, "mode": "standard"},
             ),
         )
 

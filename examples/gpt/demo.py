@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from scratch import SEAWEEDFS, Scratch
 from dcp_s3 import DcpS3Error, collect_garbage, list_checkpoints, verify
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SYNC_SAVES = 3
@@ -56,19 +58,11 @@ def main() -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with Scratch() as scratch:
-            if options.bucket is not None:
-                bucket = Bucket(options.endpoint, options.bucket, f"dcp-s3-demo-{uuid.uuid4().hex[:8]}/")
-                chapter(
-                    f"The store is {options.endpoint or 'AWS S3'}; everything is below {bucket.url}, and removed at the end"
-                )
+            if options.bucket is None:
+                demonstrate(embedded_store(scratch.path / "seaweedfs"), scratch.path, options)
             else:
-                bucket = embedded_store(scratch.path / "seaweedfs")
-            bucket.sizes()  # it must be there
-            try:
-                demonstrate(bucket, scratch.path, options)
-            finally:
-                if options.bucket is not None:
-                    bucket.empty()
+                with given_store(options.endpoint, options.bucket) as bucket:
+                    demonstrate(bucket, scratch.path, options)
     except (DemoError, JobError, DcpS3Error, BotoCoreError, ClientError) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
@@ -95,12 +89,18 @@ def parse_options() -> argparse.Namespace:
         parser.error("--resume-ranks must be 1 or more")
     if options.endpoint is not None:
         os.environ["AWS_ENDPOINT_URL_S3"] = options.endpoint
+    options.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return options
 
 
 def chapter(text: str) -> None:
     """Announce what comes."""
     print(f"\n== {text}", flush=True)
+
+
+def ranks(count: int) -> str:
+    """Say how many ranks."""
+    return f"{count} rank{'s'[: count != 1]}"
 
 
 def embedded_store(directory: Path) -> Bucket:
@@ -121,6 +121,21 @@ def embedded_store(directory: Path) -> Bucket:
     return bucket
 
 
+@contextmanager
+def given_store(endpoint: str | None, name: str) -> Iterator[Bucket]:
+    """Use a place of its own in a bucket that is there, and empty it at the end."""
+    bucket = Bucket(endpoint, name, f"dcp-s3-demo-{uuid.uuid4().hex[:8]}/")
+    bucket.sizes()  # the bucket must be there
+    chapter(f"The store is {endpoint or 'AWS S3'}; everything is below {bucket.url}, and removed at the end")
+    try:
+        yield bucket
+    except BaseException:
+        with suppress(BotoCoreError, ClientError):  # what went wrong first is what has to be told
+            bucket.empty()
+        raise
+    bucket.empty()
+
+
 def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> None:
     """Tell the whole story."""
     size, every = ("small", 5) if options.small else ("demo", 8)
@@ -128,7 +143,7 @@ def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> N
         os.environ["DCP_S3_PART_BYTES"] = "5 MiB"  # several parts, of the smaller shards too
     common = [bucket.url, f"--size={size}", f"--save-every={every}"]
 
-    chapter(f"Training on {FIRST_RANKS} ranks, from the start. dcp.save at first, then dcp.async_save in a process")
+    chapter(f"Training on {ranks(FIRST_RANKS)}, from the start. dcp.save at first, then dcp.async_save in a process")
     until = SYNC_SAVES * every
     with Job(
         scratch / "first", FIRST_RANKS, [*common, "--mode=process", f"--sync-until={until}", "--steps=1000000"]
@@ -137,7 +152,7 @@ def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> N
         killed = kill_in_upload(first, bucket)
 
     resumed_from = killed.committed[-1]
-    chapter(f"Training on {options.resume_ranks} ranks, from {resumed_from}. dcp.async_save in a thread")
+    chapter(f"Training on {ranks(options.resume_ranks)}, from {resumed_from}. dcp.async_save in a thread")
     last_step = step_of(resumed_from) + ASYNC_SAVES * every
     with Job(scratch / "second", options.resume_ranks, [*common, "--resume", f"--steps={last_step}"]) as second:
         second.finish()
@@ -147,7 +162,7 @@ def demonstrate(bucket: Bucket, scratch: Path, options: argparse.Namespace) -> N
     checkpoints = check_bucket(bucket, f"step-{last_step:06d}")
     show_garbage(bucket, killed)
     show_table(bucket, [saves(first, "sync"), saves(first, "process"), saves(second, "thread")])
-    print(f"{checkpoints} checkpoints, {FIRST_RANKS} ranks before the kill and {options.resume_ranks} after it")
+    print(f"{checkpoints} checkpoints, {ranks(FIRST_RANKS)} before the kill and {ranks(options.resume_ranks)} after it")
     print(f"{resumed_from} was resumed bit for bit: SHA-256 {digest[:16]}… of all parameters and optimizer state")
 
 

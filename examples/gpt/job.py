@@ -51,6 +51,7 @@ class Job:
                 **os.environ,
                 "TMPDIR": str(directory),  # what torch would leave in the machine's
                 "GLOO_SOCKET_IFNAME": "lo",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # not the warnings of a machine without name service
                 "OMP_NUM_THREADS": "1",
                 "DCP_USE_PREFIX_STORE": "1",  # else the checkpoint processes meet at a port that anybody may have taken
             },

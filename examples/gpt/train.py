@@ -114,7 +114,7 @@ def resume(training: Training, url: str, group: dist.ProcessGroup, records: Reco
     loaded = training.sha256()
     records.event("loaded", step=step, seconds=seconds, saved_sha256=saved, loaded_sha256=loaded)
     if dist.get_rank() == 0:
-        print(f"{last} loaded on {dist.get_world_size()} ranks in {seconds:.2f} s", flush=True)
+        print(f"{last} loaded in {seconds:.2f} s", flush=True)
     if loaded != saved:
         raise SystemExit(f"{last} was saved with the digest {saved} and loaded with {loaded}")
     return int(step)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from tests.servers import Bucket
 
+LIMIT_S = 60
+"""How long a test waits for one thing, seconds; twice that for ranks. Far above what it takes, also on a busy machine."""
+
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -116,7 +119,7 @@ def failure_of(outcome: Any, rank: int) -> BaseException:
     return error
 
 
-def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = LIMIT_S) -> None:
     """Poll until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -129,5 +132,5 @@ def end_checkpoint_process() -> None:
     process, checkpoint_process._CHECKPOINT_PROCESS = checkpoint_process._CHECKPOINT_PROCESS, None
     if process is not None:
         process._send(checkpoint_process._CheckpointSaveProcessControlOpts.TERMINATE)
-        process._save_process.join(timeout=20)
+        process._save_process.join(timeout=LIMIT_S)
         assert process._save_process.exitcode == 0

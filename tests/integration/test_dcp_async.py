@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_s3 import CheckpointExistsError, DcpS3Error
 from tests.integration.support import (
+    LIMIT_S,
     assert_same,
     blank,
     checkpoint_keys,
@@ -38,7 +39,7 @@ class Gated(DefaultSavePlanner):
         self._gate = gate
 
     def resolve_data(self, write_item):
-        assert self._gate.wait(timeout=20)
+        assert self._gate.wait(timeout=LIMIT_S)
         return super().resolve_data(write_item)
 
 
@@ -67,7 +68,7 @@ def test_the_values_of_the_call(bucket):
     state["list"].append("more")
     assert not future.done()
     gate.set()
-    metadata = future.result(timeout=20)
+    metadata = future.result(timeout=LIMIT_S)
     assert bucket.keys() == checkpoint_keys(bucket, "a", metadata)
     assert_same(load(bucket, "a", blank(expected)), expected)
 
@@ -91,7 +92,7 @@ def test_overlapping_saves(bucket, buffers):
     state["x"].fill_(9)
     gate.set()
     for future in futures:
-        future.result(timeout=30)
+        future.result(timeout=LIMIT_S)
     for value in (1, 2, 3):
         expected = {"x": torch.full((3 << 20,), float(value)), "y": torch.full((5,), float(value)), "step": value}
         assert_same(load(bucket, f"run/step-{value}", blank(expected)), expected)
@@ -104,10 +105,10 @@ def test_staging_in_the_background(bucket):
     expected = copy.deepcopy(state)
     reply = dcp.async_save(state, storage_writer=writer(bucket, "a", async_staging=True), planner=Gated(gate))
     assert isinstance(reply, AsyncSaveResponse)
-    reply.staging_completion.result(timeout=20)
+    reply.staging_completion.result(timeout=LIMIT_S)
     state["x"].fill_(9)
     gate.set()
-    reply.upload_completion.result(timeout=20)
+    reply.upload_completion.result(timeout=LIMIT_S)
     assert_same(load(bucket, "a", blank(expected)), expected)
 
 
@@ -118,7 +119,7 @@ def test_another_stager(bucket):
     expected = copy.deepcopy(state)
     future = dcp.async_save(state, storage_writer=writer(bucket, "a"), async_stager=stager)
     state["x"].fill_(9)
-    future.result(timeout=20)
+    future.result(timeout=LIMIT_S)
     stager.close()
     assert_same(load(bucket, "a", blank(expected)), expected)
 
@@ -137,14 +138,14 @@ def test_a_failed_save_can_be_repeated(bucket):
         return {name: torch.full((1 << 20,), float(value)) for name in "abcde"}
 
     store = writer(bucket, "step-20", part_bytes=5 << 20)
-    dcp.async_save(state(1), storage_writer=store).result(timeout=20)
+    dcp.async_save(state(1), storage_writer=store).result(timeout=LIMIT_S)
     future = dcp.async_save(state(2), storage_writer=store, planner=Failing())
-    error = failure_of(future.exception(timeout=20), 0)
+    error = failure_of(future.exception(timeout=LIMIT_S), 0)
     assert type(error) is ZeroDivisionError
     assert error.args == ("the third tensor",)
     assert bucket.uploads() == []
     assert_same(load(bucket, "step-20", blank(state(1))), state(1))
-    metadata = dcp.async_save(state(3), storage_writer=store).result(timeout=20)
+    metadata = dcp.async_save(state(3), storage_writer=store).result(timeout=LIMIT_S)
     assert_same(load(bucket, "step-20", blank(state(3))), state(3))
     assert set(checkpoint_keys(bucket, "step-20", metadata)) <= set(bucket.keys())
 
@@ -184,23 +185,23 @@ def _background_saves(rank, bucket, mode, members):
             future = dcp.async_save(state, checkpoint_id=name, storage_writer=store, **options)
             _spoil(state)
             assert isinstance(future, concurrent.futures.Future)
-            kept.append(future.result(timeout=40))
+            kept.append(future.result(timeout=LIMIT_S))
             template = load(bucket, f"run/{name}", blank(_tree(mesh, value)), process_group=group)
             assert_same(template, _tree(mesh, value))
 
         careful = writer(bucket, "run/b", overwrite=False)
-        refused = dcp.async_save(_tree(mesh, 4), storage_writer=careful, **options).exception(timeout=20)
+        refused = dcp.async_save(_tree(mesh, 4), storage_writer=careful, **options).exception(timeout=LIMIT_S)
         assert type(failure_of(refused, 0)) is CheckpointExistsError
 
         extra = {"lock": threading.Lock()} if dist.get_rank(group) == 1 else {}
         state = _tree(mesh, 5) | extra
-        failed = dcp.async_save(state, checkpoint_id="c", storage_writer=store, **options).exception(timeout=20)
+        failed = dcp.async_save(state, checkpoint_id="c", storage_writer=store, **options).exception(timeout=LIMIT_S)
         assert list(failed.failures) == [1]
         assert isinstance(failure_of(failed, 1), DcpS3Error)
         assert "'lock' cannot be staged" in str(failure_of(failed, 1))
 
         kept.append(
-            dcp.async_save(_tree(mesh, 6), checkpoint_id="c", storage_writer=store, **options).result(timeout=20)
+            dcp.async_save(_tree(mesh, 6), checkpoint_id="c", storage_writer=store, **options).result(timeout=LIMIT_S)
         )
         template = load(bucket, "run/c", blank(_tree(mesh, 6)), process_group=group)
         assert_same(template, _tree(mesh, 6))
@@ -215,7 +216,7 @@ def test_background_saves_of_two_ranks(bucket, mode, members):
 
     So do they in a thread and in DCP's process, and in a group that global rank 0 is not in.
     """
-    kept = run_ranks_ok(3 if members else 2, _background_saves, bucket, mode, members)[-1]
+    kept = run_ranks_ok(3 if members else 2, _background_saves, bucket, mode, members, timeout_s=2 * LIMIT_S)[-1]
     for name, metadata in (("a", kept[2]), ("b", kept[1]), ("c", kept[3])):
         assert bucket.keys(f"run/{name}") == checkpoint_keys(bucket, f"run/{name}", metadata)
     assert bucket.uploads() == []

@@ -13,7 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_s3 import CheckpointExistsError, CheckpointReplacedError, DcpS3Error, S3StorageReader
-from tests.integration.support import assert_same, blank, checkpoint_keys, failure_of, load, reader, wait_until, writer
+from tests.integration.support import (
+    LIMIT_S,
+    assert_same,
+    blank,
+    checkpoint_keys,
+    failure_of,
+    load,
+    reader,
+    wait_until,
+    writer,
+)
 from tests.support.ranks import run_ranks, run_ranks_ok
 
 ROWS = 1 << 18
@@ -42,7 +52,7 @@ def test_replaced_whole(endpoint, bucket):
     dcp.save(_state(7, rows=5), storage_writer=writer(bucket, "a/best"))
     bucket.put("a/events.log", b"somebody else's")
     others = bucket.keys()
-    run_ranks_ok(2, _fewer_ranks, bucket)
+    run_ranks_ok(2, _fewer_ranks, bucket, timeout_s=2 * LIMIT_S)
     assert len(bucket.keys()) == len(others) + 4
     saved = _state(2, "abx", rows=50)
     metadata = dcp.save(saved, storage_writer=writer(bucket, "a"))
@@ -58,9 +68,9 @@ def _careful(rank, bucket, value):
 
 def test_overwrite_refused(endpoint, bucket):
     """overwrite=False makes a new checkpoint, and over an existing one fails on every rank before any data is uploaded."""
-    assert run_ranks_ok(2, _careful, bucket, 1) == [None, None]
+    assert run_ranks_ok(2, _careful, bucket, 1, timeout_s=2 * LIMIT_S) == [None, None]
     before = bucket.keys()
-    for outcome in run_ranks(2, _careful, bucket, 2):
+    for outcome in run_ranks(2, _careful, bucket, 2, timeout_s=2 * LIMIT_S):
         error = failure_of(outcome, 0)
         assert type(error) is CheckpointExistsError
         assert bucket.url("a") in str(error)
@@ -103,7 +113,7 @@ def _fails_half_way(rank, bucket):
         begin = time.monotonic()
         with pytest.raises(dcp.CheckpointException) as caught:
             dcp.save(_state(2), storage_writer=store, planner=_Failing(bucket, 1, error))
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < LIMIT_S
         assert list(caught.value.failures) == [1]
         failures.append(failure_of(caught.value, 1))
         assert_same(load(bucket, "a", blank(_state(1))), _state(1))
@@ -120,7 +130,7 @@ def test_a_rank_fails_half_way(bucket):
 
     An error that cannot be sent to the other ranks is told by its text; nobody waits for it. The save can be repeated.
     """
-    results = run_ranks_ok(2, _fails_half_way, bucket)
+    results = run_ranks_ok(2, _fails_half_way, bucket, timeout_s=2 * LIMIT_S)
     for (original, foreign), open_uploads, _ in results:
         assert type(original) is ZeroDivisionError
         assert original.args == ("tensor", 3)
@@ -185,7 +195,7 @@ class _Between(S3StorageReader):
         return super().read_data(plan, planner)
 
     def _wait(self, name):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while not (self._directory / name).exists():
             assert time.monotonic() < deadline, f"not {name} in time"
             time.sleep(0.01)
@@ -211,7 +221,7 @@ def test_replaced_while_it_is_loaded(bucket, tmp_path, when, failing):
     So it is when the ranks' records differ (the coordinator sees it), and when the data of the record that they read are gone.
     """
     dcp.save(_whole(1), storage_writer=writer(bucket, "a"))
-    outcomes = run_ranks_ok(2, _load_amid_a_replacement, bucket, when, tmp_path)
+    outcomes = run_ranks_ok(2, _load_amid_a_replacement, bucket, when, tmp_path, timeout_s=2 * LIMIT_S)
     for failures in outcomes:
         assert sorted(failures) == failing
         for error in failures.values():

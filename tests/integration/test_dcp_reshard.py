@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.integration.support import assert_same, blank, checkpoint_keys, load, writer
+from tests.integration.support import LIMIT_S, assert_same, blank, checkpoint_keys, load, writer
 from tests.support.ranks import run_ranks_ok
 
 WHOLE = {
@@ -160,7 +160,7 @@ def _save_all(rank, bucket):
 @pytest.fixture(scope="module")
 def saved(module_bucket):
     """What 4 ranks have saved: the metadata of the first save, the whole state under FSDP2, and that under FSDP2 and TP."""
-    return run_ranks_ok(4, _save_all, module_bucket, timeout_s=120)[0]
+    return run_ranks_ok(4, _save_all, module_bucket, timeout_s=2 * LIMIT_S)[0]
 
 
 def _load_dtensors(mesh, bucket):
@@ -213,7 +213,7 @@ def test_load_on_other_ranks(module_bucket, saved, world_size):
     """
     _, expected, tensor_parallel = saved
     load_all = functools.partial(run_ranks_ok, world_size, _load_all, backend="gloo" if world_size > 1 else None)
-    load_all(module_bucket, world_size, expected, tensor_parallel, timeout_s=120)
+    load_all(module_bucket, world_size, expected, tensor_parallel, timeout_s=2 * LIMIT_S)
 
 
 def test_what_lies_in_the_bucket(module_bucket, saved):
@@ -251,7 +251,7 @@ def test_values_that_differ_per_rank(module_bucket, tmp_path):
 
     A rank that has nothing to write makes no empty object, and a checkpoint of nothing is one.
     """
-    metadata, alone, nothing = run_ranks_ok(2, _differing, module_bucket, tmp_path)[0]
+    metadata, alone, nothing = run_ranks_ok(2, _differing, module_bucket, tmp_path, timeout_s=2 * LIMIT_S)[0]
     for path, saved_metadata, objects in (("differing", metadata, 2), ("alone", alone, 1), ("nothing", nothing, 0)):
         keys = module_bucket.keys(path)
         assert keys == checkpoint_keys(module_bucket, path, saved_metadata)

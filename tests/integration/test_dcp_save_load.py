@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import CheckpointNotFoundError, ConfigError, S3StorageReader, S3StorageWriter
 from tests.integration.support import (
+    LIMIT_S,
     assert_same,
     blank,
     checkpoint_keys,
@@ -80,7 +81,7 @@ def test_two_ranks(endpoint, bucket, tmp_path):
     Nothing of what was replaced is left, and all ranks are told the same.
     """
     bucket.put("job/notes.txt", b"somebody else's")
-    first, second = run_ranks_ok(2, _save_and_load, bucket, tmp_path)
+    first, second = run_ranks_ok(2, _save_and_load, bucket, tmp_path, timeout_s=2 * LIMIT_S)
     assert [kept.storage_meta for kept in first] == [kept.storage_meta for kept in second]
     assert len({kept.storage_meta.save_id for kept in first}) == 3
     assert bucket.keys() == sorted([*checkpoint_keys(bucket, "job", first[-1]), "job/notes.txt"])
@@ -110,7 +111,7 @@ def _subgroup(rank, bucket):
 
 def test_a_group_without_global_rank_0(bucket):
     """A process group whose coordinator is not global rank 0 saves and loads while that rank does something else."""
-    run_ranks_ok(3, _subgroup, bucket)
+    run_ranks_ok(3, _subgroup, bucket, timeout_s=2 * LIMIT_S)
     objects = [key for key in bucket.keys("step-1") if key.endswith(".distcp")]
     assert {key.rsplit("/", 1)[1] for key in objects} == {"__0_0.distcp", "__1_0.distcp"}
 
@@ -127,7 +128,7 @@ def _each_alone(rank, bucket):
 
 def test_no_dist(bucket):
     """With no_dist=True each rank of a group saves and loads a checkpoint of its own."""
-    run_ranks_ok(2, _each_alone, bucket)
+    run_ranks_ok(2, _each_alone, bucket, timeout_s=2 * LIMIT_S)
     assert {key.split("/")[0] for key in bucket.keys("rank-")} == {"rank-0", "rank-1"}
     assert_same(load(bucket, "rank-1", {"x": torch.zeros(4), "rank": None}), {"x": torch.ones(4), "rank": 1})
 
@@ -170,7 +171,8 @@ def _cached_plans(rank, bucket, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cached_plans(bucket, ranks):
     """With plan caching every save holds its own values, dtypes and keys, also where the cached plan knows others."""
-    metadata, *_ = run_ranks_ok(ranks, _cached_plans, bucket, ranks, backend="gloo" if ranks > 1 else None)
+    backend = "gloo" if ranks > 1 else None
+    metadata, *_ = run_ranks_ok(ranks, _cached_plans, bucket, ranks, backend=backend, timeout_s=2 * LIMIT_S)
     assert bucket.keys("fixed") == checkpoint_keys(bucket, "fixed", metadata)
 
 
@@ -258,7 +260,7 @@ def _without_collectives(rank, bucket):
 
 def test_without_collectives(bucket):
     """With use_collectives=False each rank commits and replaces its own record, and loads its own values back."""
-    ids = run_ranks_ok(2, _without_collectives, bucket)
+    ids = run_ranks_ok(2, _without_collectives, bucket, timeout_s=2 * LIMIT_S)
     assert ids[0] != ids[1]
     keys = bucket.keys("local")
     assert [key for key in keys if key.endswith(".metadata")] == ["local/__0.metadata", "local/__1.metadata"]
@@ -319,7 +321,7 @@ class _Meeting(DefaultSavePlanner):
 
     def resolve_data(self, write_item):
         if not self._met:
-            self._barrier.wait(timeout=20)
+            self._barrier.wait(timeout=LIMIT_S)
             self._met = True
         return super().resolve_data(write_item)
 
@@ -334,7 +336,7 @@ def test_two_threads_and_one_writer(bucket):
         metadata = dcp.save(
             _state(value), checkpoint_id=path, storage_writer=store, planner=_Meeting(barrier), no_dist=True
         )
-        barrier.wait(timeout=20)
+        barrier.wait(timeout=LIMIT_S)
         template = blank(_state(value))
         dcp.load(template, checkpoint_id=path, storage_reader=source, no_dist=True)
         assert_same(template, _state(value))
@@ -353,7 +355,7 @@ def test_the_record_comes_last(bucket):
     class Gated(DefaultSavePlanner):
         def resolve_data(self, write_item):
             if write_item.index.fqn == "last":
-                assert gate.wait(timeout=20)
+                assert gate.wait(timeout=LIMIT_S)
             return super().resolve_data(write_item)
 
     state = {"first": torch.ones(3 << 20), "last": torch.ones(3)}

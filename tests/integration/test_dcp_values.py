@@ -13,7 +13,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
-from tests.integration.support import assert_same, bits, blank, checkpoint_keys, failure_of, load, reader, writer
+from tests.integration.support import (
+    LIMIT_S,
+    assert_same,
+    bits,
+    blank,
+    checkpoint_keys,
+    failure_of,
+    load,
+    reader,
+    writer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # deprecated, and still loaded
 
@@ -50,7 +60,7 @@ def _save(bucket, path, state, mode, **settings):
     store = writer(bucket, path, **settings)
     if mode == "sync":
         return dcp.save(state, storage_writer=store)
-    return dcp.async_save(state, storage_writer=store).result(timeout=30)
+    return dcp.async_save(state, storage_writer=store).result(timeout=LIMIT_S)
 
 
 @functools.cache

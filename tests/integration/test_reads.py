@@ -8,11 +8,14 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, zeros
+from torch.distributed.tensor import Shard, zeros
 
+from dcp_s3._checkpoint import fetch
+from dcp_s3._transfer.checksum import crc32c
 from tests.fault.server import FaultServer, FaultServerProcess, peak_in_flight
 from tests.integration.support import assert_same, blank, load, writer
 from tests.servers import Bucket, Endpoint
@@ -42,12 +45,6 @@ def _reads(server, **wanted):
 def _span(record):
     first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", record.headers["range"]).groups()
     return int(first), int(last) + 1
-
-
-def _where(metadata, fqn):
-    """Return the object, and where in it the record (or its raw data) of an item lies: key, first byte, behind the last."""
-    info = metadata.storage_data[MetadataIndex(fqn, torch.Size([0]) if hasattr(fqn, "chunks") else None)]
-    return info
 
 
 def _info(metadata, fqn):
@@ -131,17 +128,10 @@ def test_each_rank_reads_its_share(ranks):
             assert share < received < 1.1 * share + (2 * CHUNK if ranks == 3 else 0)
 
 
-def _reshard(rank, buckets, shape):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(float(shape[0] * shape[1])).reshape(shape)
-    state = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
-    dcp.save(state, storage_writer=writer(buckets[rank], "a"))
-
-
 def test_resharding_by_columns_reads_each_record_once(faults):
     """Columns of row-wise records need all their rows: those are received once, however the destination is cut."""
     bucket = _bucket(faults)
-    whole = torch.arange(12.0 * MIB).reshape(40, -1)  # rows of 1.2 MiB, which no CRC chunk is a multiple of
+    whole = torch.arange(12e6).reshape(40, 300_000)  # rows of 1.2 MiB, which no CRC chunk is a multiple of
     dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
     for parts in ((0, 1), (0, 2), (1, 1), (1, 4)):
         faults.clear(rules=False, state=False)
@@ -180,7 +170,7 @@ class _Cut(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("mib", [2, 40])
-def test_a_stock_record_is_fetched_once(bucket, mib, tmp_path, faults):
+def test_a_stock_record_is_fetched_once(faults, tmp_path, mib):
     """A stock writer's record can only be read whole: several items of it cost one GET, also beyond the size of a joined one."""
     from torch.distributed.checkpoint import FileSystemWriter
 
@@ -207,13 +197,77 @@ def test_a_stock_record_is_fetched_once(bucket, mib, tmp_path, faults):
 def test_other_destinations_read_no_more(faults, template):
     """A destination of other strides or dtype gets the same values from the same ranges, at most 1.1 x the bytes."""
     bucket = _bucket(faults)
-    whole = torch.arange(12.0 * MIB).reshape(40, -1) % 251
+    whole = torch.arange(12e6).reshape(40, 300_000) % 251
     dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
     faults.clear(rules=False, state=False)
     target = {"w": template(whole)}
     load(bucket, "a", target)
     assert torch.equal(target["w"], whole.to(target["w"].dtype))
     assert sum(read.reply_bytes for read in _reads(faults)) <= whole.nbytes * 1.1
+
+
+@st.composite
+def _boxes(draw):
+    """A tensor, and boxes of it with destinations: contiguous, transposed, strided, or of another dtype."""
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]))
+    sizes = draw(st.lists(st.integers(1, 7), max_size=4))
+    whole = torch.arange(math.prod(sizes)).reshape(sizes).to(dtype)
+    boxes = []
+    for _ in range(draw(st.integers(1, 3))):
+        offsets = [draw(st.integers(0, size - 1)) for size in sizes]
+        lengths = [draw(st.integers(1, size - offset)) for size, offset in zip(sizes, offsets, strict=True)]
+        target = {
+            "contiguous": lambda n: torch.zeros(n, dtype=dtype),
+            "transposed": lambda n: torch.zeros(n[::-1], dtype=dtype).permute(*reversed(range(len(n)))),
+            "strided": lambda n: torch.zeros([2 * size for size in n], dtype=dtype)[
+                tuple(slice(0, None, 2) for _ in n)
+            ],
+            "other dtype": lambda n: torch.zeros(n, dtype=torch.complex128),
+        }[draw(st.sampled_from(["contiguous", "transposed", "strided", "other dtype"]))](lengths)
+        boxes.append((offsets, lengths, target))
+    return whole, boxes, draw(st.booleans())
+
+
+@given(_boxes(), st.integers(0, 20))
+def test_any_boxes_of_any_tensor(case, start):
+    """Whatever boxes are asked of a record, their values arrive, from reads that do not overlap; units made small to reach all seams."""
+    whole, boxes, verified = case
+    raw = bytes(bits(whole))
+    stored = b"\xff" * start + raw + b"tail"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in {"READ_BYTES": 64, "CRC_CHUNK_BYTES": 16, "DIRECT_BYTES": 24, "GAP_BYTES": 8}.items():
+            patch.setattr(fetch, name, size)
+        crcs = tuple(crc32c(raw[at : at + 16]) for at in range(0, len(raw), 16)) if verified else ()
+        pieces = [
+            piece
+            for offsets, lengths, target in boxes
+            for piece in fetch.raw_pieces(
+                key="k",
+                data_start=start,
+                sizes=tuple(whole.shape),
+                dtype=whole.dtype,
+                crcs=crcs,
+                offsets=offsets,
+                lengths=lengths,
+                target=target,
+                item=None,
+            )
+        ]
+        behind = 0
+        for read in fetch.batches(pieces):
+            assert behind <= read.start
+            position = read.start
+            for place in read.make_pieces():
+                if not isinstance(place, int):
+                    place[:] = stored[position : position + len(place)]
+                position += place if isinstance(place, int) else len(place)
+            behind = read.start + read.length
+            assert position == behind <= start + len(raw)
+            assert not read.about.faults()
+            read.about.deliver()
+    for offsets, lengths, target in boxes:
+        wanted = whole[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
+        assert torch.equal(target, wanted.to(target.dtype))
 
 
 def test_nothing_is_read_for_nothing(faults):

@@ -101,6 +101,23 @@ def test_async_save_holds_the_values_of_the_call(tmp_path, mode):
         assert len(blocks[0]) == 1
 
 
+def _save_with_async_staging(rank, directory):
+    tensor = torch.full((100_000,), 1.0)
+    writer = StagedFiles(directory)
+    StagedFiles.stagers[""] = Stager(async_staging=True)
+    response = dcp.async_save({"t": tensor}, storage_writer=writer)
+    response.staging_completion.result(timeout=60)
+    tensor.fill_(2)
+    response.upload_completion.result(timeout=60)
+    writer.close()
+    return _loaded(directory, {"t": tensor})["t"].unique().tolist()
+
+
+def test_async_staging_completes_before_the_upload(tmp_path):
+    """With async_staging DCP answers with two futures; after the first, the caller may write to its tensors."""
+    assert run_ranks_ok(1, _save_with_async_staging, str(tmp_path)) == [[1.0]]
+
+
 class _Uncopyable:
     def __deepcopy__(self, memo):
         raise RuntimeError("cannot be copied")

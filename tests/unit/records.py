@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import struct
 from typing import Any
 
@@ -61,10 +59,3 @@ def name(module: str, attribute: str) -> bytes:
 def program(*instructions: bytes) -> bytes:
     """A pickle of protocol 4."""
     return b"\x80\x04" + b"".join(instructions) + b"."
-
-
-def value(thing: object) -> bytes:
-    """Pickle instructions that push a value."""
-    buffer = io.BytesIO()
-    pickle.Pickler(buffer, protocol=3).dump(thing)
-    return buffer.getvalue()[2:-1]

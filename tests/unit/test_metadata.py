@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from dcp_s3 import ConfigError, CorruptCheckpointError
 from dcp_s3._checkpoint.metadata import dumps, loads
-from tests.unit.records import PATH, make_metadata, name, program, value
+from tests.unit.records import PATH, make_metadata, name, program
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -293,8 +293,3 @@ def test_a_loaded_record_is_the_callers_own() -> None:
     (info, _) = second.storage_data.values()
     assert type(info) is _StorageInfo
     assert info.relative_path == PATH
-
-
-def test_value_helper_matches_pickle() -> None:
-    """The test's own instruction builder produces what it claims to."""
-    assert pickle.loads(program(value({"a": (1, "x")}))) == {"a": (1, "x")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_s3 import AccessDeniedError, CheckpointNotFoundError
+from dcp_s3 import AccessDeniedError, CheckpointNotFoundError, CheckpointReplacedError
 from dcp_s3._checkpoint import verify as verify_module
 from dcp_s3._checkpoint.layout import CheckpointUrl
 from dcp_s3._checkpoint.verify import verify_checkpoint
@@ -181,3 +181,36 @@ def test_an_object_that_goes_while_it_is_read(store: FakeStore) -> None:
     found = problems(store, deep=True)
     assert len(found) == 5
     assert all("has gone while it was being checked" in problem for problem in found)
+
+
+def replace(store: FakeStore) -> None:
+    """Save again at the same URL, and delete what the old manifest names, as a save does."""
+    old = [key for key in store.objects if key != "run/.metadata"]
+    save(store, RUN, write_id="cd" * 16, token="2222222222222222")
+    for key in old:
+        del store.objects[key]
+
+
+def test_a_replacement_between_record_and_manifest(store: FakeStore) -> None:
+    """The manifest has gone because a save replaced the checkpoint: the new one is read, and it is good."""
+
+    def meanwhile(operation: str, key: str) -> None:
+        if (operation, key) == ("get", f"run/manifest-{'ab' * 16}.json"):
+            store.before = lambda operation, key: None
+            replace(store)
+
+    store.before = meanwhile
+    assert problems(store) == ()
+
+
+def test_a_replacement_in_the_middle(store: FakeStore) -> None:
+    """Objects that go because a save replaced the checkpoint are no damage: the error says to verify again."""
+
+    def meanwhile(operation: str, key: str) -> None:
+        if (operation, key) == ("head", DATA):
+            store.before = lambda operation, key: None
+            replace(store)
+
+    store.before = meanwhile
+    with pytest.raises(CheckpointReplacedError, match="verify it again"):
+        problems(store)

@@ -1,0 +1,401 @@
+"""Credentials: looked up once, sought again when there are none, renewed when they have expired, never told to anybody."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_s3 import AccessDeniedError, ConfigError, DcpS3Error, RetryPolicy, S3Config
+from dcp_s3._transfer.checksum import crc32c
+from dcp_s3._transfer.portal import portal
+from tests.fault.conftest import KEY, TOKEN, Transfer, config_of, pattern
+from tests.fault.server import FaultServer, error, reset
+
+BODY = pattern(160_000)
+JSON = "application/json"
+
+
+class Provider:
+    """A credential_process: counts its calls, fails at the first ones, and hands out what the test put down.
+
+    Args:
+        directory: Where it lives.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._calls = directory / "calls"
+        self._calls.touch()
+        self._answers = directory / "answers"
+        self._answers.mkdir()
+        script = directory / "provider.sh"
+        script.write_text(
+            f'echo call >> "{self._calls}"\n'
+            f'n=$(wc -l < "{self._calls}")\n'
+            f'while [ ! -e "{self._answers}/$n" ]; do n=$((n - 1)); done\n'
+            f'cat "{self._answers}/$n"\n'
+            f'test -s "{self._answers}/$n" || {{ echo "metadata service is busy" >&2; exit 1; }}\n'
+        )
+        self.config = f"credential_process = /bin/sh {script}\n"
+        self.answer(0, None)
+
+    def answer(self, call: int, access_key: str | None) -> None:
+        """From its n-th call on (from 1) hand out this access key; None: fail."""
+        body = ""
+        if access_key is not None:
+            keys = {"AccessKeyId": access_key, "SecretAccessKey": "PROCESS-SECRET", "SessionToken": f"T-{access_key}"}
+            body = json.dumps({"Version": 1, **keys, "Expiration": "2099-01-01T00:00:00Z"})
+        (self._answers / str(call)).write_text(body)
+
+    @property
+    def calls(self) -> int:
+        """How often it was called."""
+        return len(self._calls.read_text().splitlines())
+
+
+@pytest.fixture
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provider:
+    """The credential_process of the default profile."""
+    provider = Provider(tmp_path)
+    (tmp_path / "config").write_text("[default]\n" + provider.config)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return provider
+
+
+@pytest.fixture
+def with_chain(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Callable[..., Transfer]:
+    """Makes transfer layers whose credentials come from the chain."""
+    plain_s3.configure(require_signature=True)
+    return lambda **settings: transfer_to(plain_s3, **{"access_key_id": None, "secret_access_key": None, **settings})
+
+
+def put_at_once(transfer: Transfer, count: int) -> list[BaseException | None]:
+    """Send many objects at the same time; return what became of each."""
+    sent = [
+        portal().submit(transfer.plane.put_object(transfer.job, f"k{n}", [memoryview(BODY)], crc32c(BODY), TOKEN))
+        for n in range(count)
+    ]
+    return [work.exception(30) for work in sent]
+
+
+def test_one_lookup_for_many_requests(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """16 requests that set out together ask the provider once, and so do all later ones together with them."""
+    provider.answer(1, "KEY1")
+    transfer = with_chain()
+    assert put_at_once(transfer, 16) == [None] * 16
+    assert provider.calls == 1
+    transfer.send(BODY, part_bytes=10_000)
+    assert provider.calls == 1
+    assert {r.access_key for r in plain_s3.log} == {"KEY1"}
+    assert plain_s3.log[0].headers["x-amz-security-token"] == "T-KEY1"
+
+
+def test_a_provider_that_fails_at_first(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """A provider that is busy twice is asked again, shortly after, by whoever comes next; nothing of it is cached."""
+    provider.answer(3, "KEY1")
+    transfer = with_chain()
+    assert put_at_once(transfer, 16) == [None] * 16
+    assert provider.calls == 3
+    store = transfer.store
+    store.put("small", b"{}", content_type=JSON)
+    assert provider.calls == 4  # the control plane's own, one for the process
+    for _ in range(3):
+        store.get("small")
+    assert provider.calls == 4
+
+
+def test_a_provider_that_fails_for_ever(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """No credentials after four tries: an error that says so, with the provider's words; no request was sent."""
+    transfer = with_chain()
+    for call in (lambda: transfer.put(BODY), lambda: transfer.get(0, 1), lambda: transfer.store.get(KEY)):
+        before = provider.calls
+        with pytest.raises(AccessDeniedError, match="no credentials: .*metadata service is busy") as caught:
+            call()
+        assert provider.calls == before + 4
+        assert (caught.value.attempts, caught.value.key) == (4, KEY)
+    assert plain_s3.log == []
+    provider.answer(provider.calls + 1, "KEY1")
+    transfer.put(BODY)
+    transfer.store.get(KEY)
+
+
+def test_a_chain_that_was_empty(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A client made while the chain gave nothing is not kept: credentials that appear later are found."""
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    transfer = with_chain()
+    plain_s3.put(KEY, BODY)
+    calls = [lambda: transfer.put(BODY, "k"), lambda: transfer.get(0, 1), lambda: transfer.store.get(KEY)]
+    for call in calls:
+        with pytest.raises(AccessDeniedError, match=r"no credentials.*AWS_ACCESS_KEY_ID") as caught:
+            call()
+        assert caught.value.attempts == 4
+    assert plain_s3.log == []
+    file.write_text("[default]\naws_access_key_id = FILE\naws_secret_access_key = s\n")
+    for call in calls:
+        call()
+    assert {r.access_key for r in plain_s3.log} == {"FILE"}
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "TokenRefreshRequired"])
+def test_expiry_in_the_middle_of_an_upload(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider, code: str
+):
+    """The store refuses the token half-way: the provider is asked once more, and no finished part is sent again."""
+    provider.answer(1, "OLD")
+    provider.answer(2, "NEW")
+    transfer = with_chain(max_concurrency=4)
+    plain_s3.on("*", error(400, code), access_key="OLD", since=8)
+    receipt = transfer.send(BODY, part_bytes=10_000)
+    assert plain_s3.read(KEY) == BODY
+    assert receipt.size == len(BODY)
+    assert provider.calls == 2
+    done = [r.part for r in plain_s3.requests("UploadPart", status=200)]
+    assert sorted(part for part in done if part) == list(range(1, 17))
+    refused = [r for r in plain_s3.log if r.status == 400]
+    assert 1 <= len(refused) <= 4  # those on the wire
+    assert {r.access_key for r in plain_s3.log[:7]} == {"OLD"}
+    assert plain_s3.log[-1].access_key == "NEW"
+
+
+def test_expiry_between_ranges_and_small_requests(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider
+):
+    """The same for reads, and for the control plane, which has a client of its own."""
+    provider.answer(1, "OLD")
+    transfer = with_chain()
+    plain_s3.put(KEY, BODY)
+    assert transfer.get(0, 10) == BODY[:10]
+    assert transfer.store.get(KEY).body == BODY
+    assert provider.calls == 2
+    provider.answer(3, "NEW")
+    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
+    assert transfer.get(5, 10) == BODY[5:10]
+    assert transfer.store.get(KEY).body == BODY
+    assert transfer.store.head(KEY).size == len(BODY)
+    assert provider.calls == 4
+    assert [r.status for r in plain_s3.log] == [206, 200, 400, 206, 400, 200, 200]
+    assert transfer.job.counter.retries == 2
+
+
+def test_expiry_twice(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """Each expiry of a long save is met anew."""
+    for number in (1, 2, 3):
+        provider.answer(number, f"KEY{number}")
+        plain_s3.on("*", error(400, "ExpiredToken"), access_key=f"KEY{number}", since=7)
+    transfer = with_chain(max_concurrency=1)
+    transfer.send(BODY[:100_000], part_bytes=10_000)
+    assert plain_s3.read(KEY) == BODY[:100_000]
+    assert provider.calls == 3
+
+
+def test_a_token_that_stays_expired(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """A provider that hands out the expired token again is not believed twice: one request, the store's own words."""
+    provider.answer(1, "OLD")
+    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
+    transfer = with_chain()
+    for call in (lambda: transfer.put(BODY), lambda: transfer.store.get(KEY)):
+        before = len(plain_s3.log)
+        with pytest.raises(AccessDeniedError, match="session token has expired") as caught:
+            call()
+        assert (caught.value.code, caught.value.attempts) == ("ExpiredToken", 1)
+        assert len(plain_s3.log) == before + 1
+
+
+def test_a_new_token_that_is_expired_too(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider
+):
+    """One renewal per request: a provider whose every token is refused does not keep a save busy."""
+    for number in range(1, 30):
+        provider.answer(number, f"KEY{number}")
+    plain_s3.on("*", error(400, "ExpiredToken"))
+    transfer = with_chain()
+    with pytest.raises(AccessDeniedError) as caught:
+        transfer.put(BODY)
+    assert (len(plain_s3.log), provider.calls, caught.value.attempts) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("source", ["config", "environment"])
+def test_static_credentials_that_expire(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch, source: str
+):
+    """Credentials that cannot change fail at once with that cause, wherever they come from."""
+    keys = {"access_key_id": "STATIC", "secret_access_key": "s", "session_token": "t"}
+    if source == "environment":
+        for name, value in keys.items():
+            monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    transfer = with_chain(**(keys if source == "config" else {}))
+    plain_s3.configure(key_errors={"STATIC": "ExpiredToken"})
+    for call in (lambda: transfer.put(BODY), lambda: transfer.get(0, 1), lambda: transfer.store.get(KEY)):
+        before = len(plain_s3.log)
+        with pytest.raises(AccessDeniedError, match="use credentials that refresh") as caught:
+            call()
+        assert len(plain_s3.log) == before + 1
+        assert caught.value.code == "ExpiredToken"
+
+
+def test_a_credentials_file_that_is_rewritten(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Keys that somebody rotates in the shared file are taken up when the old ones have expired."""
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    file.write_text("[default]\naws_access_key_id = OLD\naws_secret_access_key = s\n")
+    transfer = with_chain()
+    transfer.put(BODY)
+    transfer.store.get(KEY)
+    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
+    file.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = s\n")
+    transfer.put(BODY)
+    assert transfer.store.get(KEY).body == BODY
+    assert [r.access_key for r in plain_s3.log] == ["OLD", "OLD", "OLD", "NEW", "OLD", "NEW"]
+
+
+def test_a_profile_that_is_not_there(plain_s3: FaultServer, with_chain: Callable[..., Transfer]):
+    """A profile that no file knows is a ConfigError that names it, at once, on either plane."""
+    transfer = with_chain(profile="lab")
+    for call in (lambda: transfer.put(BODY), lambda: transfer.store.get(KEY)):
+        with pytest.raises(ConfigError, match="lab"):
+            call()
+    assert plain_s3.log == []
+    assert transfer.job.counter.retries == 0
+
+
+def test_half_of_a_pair(plain_s3: FaultServer, with_chain: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch):
+    """An access key without its secret in the environment is a ConfigError on either plane."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "HALF")
+    transfer = with_chain()
+    for call in (lambda: transfer.put(BODY), lambda: transfer.store.get(KEY)):
+        with pytest.raises(ConfigError, match="(?i)secret"):
+            call()
+    assert plain_s3.log == []
+
+
+def test_unsigned_requests(plain_s3: FaultServer, with_chain: Callable[..., Transfer]):
+    """unsigned=True sends no Authorization and no token, and asks no provider; a write is then refused by the store."""
+    plain_s3.configure(public_read=True)
+    plain_s3.put(KEY, BODY)
+    transfer = with_chain(unsigned=True)
+    assert transfer.get(0, 10) == BODY[:10]
+    assert transfer.store.get(KEY).body == BODY
+    assert transfer.store.head(KEY).size == len(BODY)
+    with pytest.raises(AccessDeniedError):
+        transfer.put(BODY)
+    for record in plain_s3.log:
+        assert not {"authorization", "x-amz-security-token", "x-amz-date"} & set(record.headers)
+
+
+@pytest.mark.parametrize("where", ["profile", "services", "environment", "environment-s3"])
+def test_an_endpoint_from_outside(
+    plain_s3: FaultServer,
+    transfer_to: Callable[..., Transfer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+):
+    """Endpoint, region and keys of a profile, its services section, or the environment serve both planes, path style."""
+    keys = "region = lab-1\naws_access_key_id = LAB\naws_secret_access_key = s\n"
+    url = f"endpoint_url = {plain_s3.url}\n"
+    profile = {
+        "profile": f"[profile lab]\n{keys}{url}",
+        "services": f"[profile lab]\n{keys}services = lab-services\n[services lab-services]\ns3 =\n  {url}",
+    }.get(where, f"[profile lab]\n{keys}")
+    (tmp_path / "config").write_text(profile)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    if where == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", plain_s3.url)
+    if where == "environment-s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", plain_s3.url)
+    settings: dict[str, Any] = {"endpoint_url": None, "access_key_id": None, "secret_access_key": None}
+    transfer = transfer_to(plain_s3, **settings)
+    transfer.put(BODY)
+    assert transfer.get(3, 9) == BODY[3:9]
+    assert transfer.store.get(KEY).body == BODY
+    assert {(r.bucket, r.access_key) for r in plain_s3.log} == {("bucket", "LAB")}
+    assert all("/lab-1/s3/aws4_request" in r.headers["authorization"] for r in plain_s3.log)
+    assert all(r.headers["host"] == plain_s3.url.removeprefix("http://") for r in plain_s3.log)
+
+
+SECRETS = (
+    "SECRET-KEY-VALUE",
+    "SESSION-TOKEN-VALUE",
+    "sse-customer-key-of-32-bytes-xyz",
+    "c3NlLWN1c3RvbWVyLWtleS1vZi0z",
+)
+
+
+def test_no_secret_is_told(s3: FaultServer, transfer_to: Callable[..., Transfer], caplog: pytest.LogCaptureFixture):
+    """Secrets are in no log line of ours at DEBUG, no error, its causes or their pickles, no repr; nor on the wire."""
+    transfer = transfer_to(
+        s3,
+        secret_access_key=SECRETS[0],
+        session_token=SECRETS[1],
+        sse_customer_key=SECRETS[2].encode(),
+        retry=RetryPolicy(max_attempts=2, initial_wait_s=0.001, max_wait_s=0.001),
+    )
+    faults = [
+        error(403, "SignatureDoesNotMatch"),
+        error(403, "AccessDenied"),
+        error(503, "SlowDown"),
+        error(400, body="<<<"),
+        reset("body", 10),
+        error(404, "NoSuchKey"),
+    ]
+    told: list[str] = []
+    with caplog.at_level(logging.DEBUG, logger="dcp_s3"):
+        for fault in faults:
+            s3.clear()
+            s3.on("*", fault)
+            for call in (
+                lambda: transfer.put(BODY),
+                lambda: transfer.send(BODY, part_bytes=50_000),
+                lambda: transfer.get(0, 100),
+                lambda: transfer.store.get(KEY),
+                lambda: transfer.store.put(KEY, b"{}", content_type=JSON),
+            ):
+                with pytest.raises(DcpS3Error) as caught:
+                    call()
+                told += [str(caught.value), repr(caught.value), "".join(traceback.format_exception(caught.value))]
+                told.append(repr(pickle.dumps(caught.value)))
+        s3.clear()
+        transfer.put(BODY)
+        transfer.send(BODY, f"{KEY}.2", part_bytes=50_000)
+    told += [f"{record.getMessage()} {record.args!r}" for record in caplog.records if record.name.startswith("dcp_s3")]
+    told += [
+        repr(transfer.config),
+        str(transfer.config),
+        repr(transfer.plane),
+        repr(transfer.job),
+        repr(transfer.store),
+    ]
+    told += [
+        repr(r.query) + repr({k: v for k, v in r.headers.items() if "customer-key" not in k and "token" not in k})
+        for r in s3.log
+    ]
+    assert len(told) > 100
+    for secret in SECRETS:
+        assert not [text for text in told if secret in text]
+
+
+def test_keys_of_the_config_win(
+    plain_s3: FaultServer, transfer_to: Callable[..., Transfer], provider: Provider, monkeypatch: pytest.MonkeyPatch
+):
+    """Credentials in the config are used before any of the environment; the chain is not even asked."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENT")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    transfer = transfer_to(plain_s3, access_key_id="CONFIG")
+    transfer.put(BODY)
+    transfer.store.get(KEY)
+    assert {r.access_key for r in plain_s3.log} == {"CONFIG"}
+    assert provider.calls == 0
+    assert isinstance(config_of(plain_s3), S3Config)
