@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from benchmarks.runner import Results
 
 _MET, _MISSED, _OTHER = "#2a7f9e", "#c8553d", "#b9bfc4"
+_INK = "#222222"
+_SPREAD: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "solid_capstyle": "butt"}
 _SECONDS = (
     ("dense", "save_wall_s", "save, dense"),
     ("dense", "load_wall_s", "load, dense"),
@@ -46,8 +48,12 @@ def draw(results: Results, path: Path) -> None:
     )
     figure = plt.figure(figsize=(11, height + 1.9 * rows), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(height, max(0.01, 1.9 * rows)))
+    upper.suptitle(
+        "Targets as shares of their limits: shorter is better, lines span the rounds", fontsize=10, weight="bold"
+    )
     _targets(upper.subplots(), found)
     if walls:
+        lower.suptitle("Seconds, medians and span of the rounds", fontsize=10, weight="bold")
         axes = lower.subplots(rows, 2, squeeze=False).flat
         for axis, (case, key, title) in zip(axes, walls, strict=False):
             _seconds(axis, results, case, key, title)
@@ -68,26 +74,25 @@ def _subjects(case: str) -> tuple[str, ...]:
 
 def _targets(axis: Any, found: list[Figure]) -> None:  # noqa: ANN401 -- matplotlib's Axes
     """One bar a target; the line at 1 is the limit, on a logarithmic scale."""
-    smallest = 0.02
+    smallest, largest = 0.02, 10.0
+
+    def shown(item: Figure, value: float) -> float:
+        return min(largest, max(smallest, item.share(max(value, 1e-9))))
+
     for row, item in enumerate(reversed(found)):
-        shares = sorted(max(smallest, item.share(max(value, 1e-9))) for value in (item.low, item.value, item.high))
-        middle = max(smallest, item.share(item.value))
         colour = _MET if item.met else _MISSED
-        axis.barh(row, middle - smallest, left=smallest, height=0.62, color=colour, alpha=0.85)
-        axis.plot((shares[0], shares[2]), (row, row), color="#222222", linewidth=1.2, solid_capstyle="butt")
+        axis.barh(row, shown(item, item.value) - smallest, left=smallest, height=0.62, color=colour, alpha=0.85)
+        axis.plot(sorted(shown(item, value) for value in (item.low, item.high)), (row, row), **_SPREAD)
         sign = ">=" if item.at_least else "<="
         text = f"{item.value:.3g} {item.unit}  ({sign} {item.limit:g})"
-        axis.annotate(
-            text, (max(middle, shares[2]), row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axis.axvline(1, color="#222222", linewidth=1)
+        axis.text(1.01, row, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8, color=colour)
+    axis.axvline(1, color=_INK, linewidth=1)
     axis.set_xscale("log")
-    axis.set_xlim(smallest, 8)
+    axis.set_xlim(smallest, largest)
     axis.set_ylim(-0.6, len(found) - 0.4)
     axis.set_yticks(range(len(found)), [item.name for item in reversed(found)])
     axis.set_xticks((0.05, 0.1, 0.2, 0.5, 1, 2, 5), ("1/20", "1/10", "1/5", "1/2", "limit", "2 x", "5 x"))
     axis.minorticks_off()
-    axis.set_title("Targets as shares of their limits: shorter is better, lines are minimum to maximum", loc="left")
 
 
 def _seconds(axis: Any, results: Results, case: str, key: str, title: str) -> None:  # noqa: ANN401
@@ -101,10 +106,10 @@ def _seconds(axis: Any, results: Results, case: str, key: str, title: str) -> No
         values = measured[name]
         middle = statistics.median(values)
         axis.barh(row, middle, height=0.62, color=_MET if name == OURS else _OTHER)
-        axis.plot((min(values), max(values)), (row, row), color="#222222", linewidth=1.2, solid_capstyle="butt")
+        axis.plot((min(values), max(values)), (row, row), **_SPREAD)
         axis.annotate(
             f"{middle:.2f}", (max(values), row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
     axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_title(f"{title}, seconds", loc="left", fontsize=9)
+    axis.set_title(f"{title}", loc="left", fontsize=9)
     axis.margins(x=0.12)

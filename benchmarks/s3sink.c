@@ -632,9 +632,13 @@ static char *metadata_of(const Request *r)
 {
     Text text = {0};
     add(&text, "%s", "");
-    for (int i = 0; i < r->headers; i++)
-        if (!strncasecmp(r->names[i], "x-amz-meta-", 11))
-            add(&text, "%s: %s\r\n", r->names[i], r->values[i]);
+    for (int i = 0; i < r->headers; i++) {
+        if (strncasecmp(r->names[i], "x-amz-meta-", 11))
+            continue;
+        for (char *c = r->names[i]; *c; c++) /* S3 keeps the names in lower case */
+            *c = (char)tolower((unsigned char)*c);
+        add(&text, "%s: %s\r\n", r->names[i], r->values[i]);
+    }
     return text.text;
 }
 

@@ -27,7 +27,15 @@ from torch.futures import Future
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, raw_pieces, unpack_crcs
-from dcp_s3._checkpoint.layout import CheckpointUrl, check_relative, join_id, manifest_name, parse_url, record_name
+from dcp_s3._checkpoint.layout import (
+    CheckpointUrl,
+    check_relative,
+    is_write_id,
+    join_id,
+    manifest_name,
+    parse_url,
+    record_name,
+)
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.download import Downloader
@@ -234,7 +242,8 @@ class S3StorageReader(StorageReader):
 
     def _check_manifest(self, store: ControlStore, load: _Load, metadata: Metadata, size: int) -> None:
         write_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-        ours = any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
+        # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
+        ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
         if not self._verify or not ours:
             return
         name = load.url.key(manifest_name(write_id or ""))

@@ -302,7 +302,7 @@ class S3StorageWriter(StorageWriter):
                 raise
             raise portable from error
         finally:
-            for lease in leases:
+            for lease in leases or _leases_of_planner(planner):
                 lease.release()
         _attach(results, receipts, save.url)
         seconds = time.monotonic() - save.started
@@ -321,12 +321,16 @@ class S3StorageWriter(StorageWriter):
                     f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense"
                 )
             info = shard.write_tensor(data)
-            info.__dict__["dtype"] = (
-                data.dtype
-            )  # a cached plan, and the metadata cached with it, know an earlier save's
+            info.__dict__["dtype"] = data.dtype  # a cached plan, and its metadata, know an earlier save's
         else:
             info = shard.write_bytes(data.getbuffer())
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+
+
+def _leases_of_planner(planner: SavePlanner) -> set[Lease]:
+    """Leases of a rank that had nothing to write, since its replicas are written elsewhere: they end with its save too."""
+    values = getattr(planner, "state_dict", {}).values()
+    return {lease for value in values if isinstance(value, torch.Tensor) and (lease := lease_of(value)) is not None}
 
 
 def _bytes_first(items: list[WriteItem]) -> list[WriteItem]:

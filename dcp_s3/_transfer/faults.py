@@ -223,8 +223,10 @@ def is_precondition_failed(error: BaseException) -> bool:
 
 
 def is_expired(error: BaseException) -> TypeGuard[StorageError]:
-    """Whether the store said that the credentials have expired: others may be there by now."""
-    return isinstance(error, StorageError) and error.code in _EXPIRED
+    """Whether the store said, or to a HEAD could only hint, that the credentials have expired: there may be others."""
+    if not isinstance(error, StorageError):
+        return False
+    return error.code in _EXPIRED or (error.operation == "HeadObject" and error.status == 400)
 
 
 def is_refused_as_unknown(error: BaseException) -> bool:

@@ -44,7 +44,9 @@ def test_a_bad_certificate_is_refused(imposter: FaultServer, transfer_to: Callab
     with pytest.raises(StorageError, match=r"certificate was refused: .*verify_tls=.*AWS_CA_BUNDLE") as caught:
         CALLS[call](transfer)
     assert type(caught.value) is StorageError
-    assert re.search(r"expired|mismatch|doesn't match|not valid for|unable to get local issuer|self.signed", str(caught.value))
+    assert re.search(
+        r"expired|mismatch|doesn't match|not valid for|unable to get local issuer|self.signed", str(caught.value)
+    )
     assert transfer.job.counter.retries == 0
     assert imposter.counters["accepted"] == 1
     assert imposter.log == []
