@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 __all__ = ["S3StorageReader"]
 
 _log = logging.getLogger(__name__)
+
+_ZIP_MAGIC: Final = b"PK\x03\x04"
+"""How what ``torch.save`` writes begins."""
 
 
 @dataclass(slots=True)
@@ -135,7 +138,7 @@ class S3StorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP when a load is given a ``checkpoint_id``: this thread's loads go there from now on."""
         self._local.url = None if checkpoint_id is None else join_id(self._base, checkpoint_id)
-        self._local.load = None
+        self._local.load = self._local.refused = None
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -157,10 +160,23 @@ class S3StorageReader(StorageReader):
         url = getattr(self._local, "url", None) or self._base
         if url is None:
             raise ConfigError("nowhere to load from: give S3StorageReader a url, or dcp.load a checkpoint_id")
+        rank = kwargs.get("rank")
+        refused = getattr(self._local, "refused", None)
+        if rank is not None and refused is not None:
+            # DCP asks for a rank's own record whatever the shared one failed of; unless it is not there, that is no answer:
+            # it would cost a second deadline, and a rank that found an old record of its own would part from the others
+            raise refused
+        self._local.refused = None
         load = _Load(url, Deadline(deadline_s(self._config.load_deadline_s, "load_deadline_s")), Counter())
-        load.record = record_name(kwargs.get("rank"))
+        load.record = record_name(rank)
         self._local.load = load
-        metadata = self._read_record(load)
+        try:
+            metadata = self._read_record(load)
+        except CheckpointNotFoundError:
+            raise
+        except Exception as error:
+            self._local.refused = error
+            raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = load.sha256[:32]
@@ -353,14 +369,14 @@ class S3StorageReader(StorageReader):
 
         def use(data: memoryview) -> None:
             if read.type == LoadItemType.BYTE_IO:
-                stream = io.BytesIO(data)
                 if not self._trust_pickle:
-                    _check_weights_only(stream, source)
-                stream.seek(0)
-                planner.load_bytes(read, stream)
+                    _load_record(data, source, trusted=False)
+                planner.load_bytes(read, io.BytesIO(data))
                 return
             target = _target(read, planner)
-            saved = _load_record(io.BytesIO(data), source)
+            saved = _load_record(data, source, trusted=self._trust_pickle)
+            if not isinstance(saved, torch.Tensor):
+                raise CorruptCheckpointError(f"{source} holds a {type(saved).__name__}, expected a tensor")
             for dim, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
                 saved = saved.narrow(dim, offset, length)
             target.copy_(saved)
@@ -436,9 +452,15 @@ def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _check_weights_only(stream: io.BytesIO, source: str) -> None:
+def _load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa: ANN401 -- whatever was saved
+    """What a torch.save record holds. Nothing that could run code is unpickled, unless the writer is trusted."""
+    if bytes(data[:4]) != _ZIP_MAGIC:
+        raise CorruptCheckpointError(
+            f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
+            "for DCP's HuggingFaceStorageReader"
+        )
     try:
-        torch.load(stream, map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n\n", 1)[0].strip()
         raise CorruptCheckpointError(
@@ -446,20 +468,5 @@ def _check_weights_only(stream: io.BytesIO, source: str) -> None:
             "trust whoever wrote this checkpoint, use S3StorageReader(trust_pickle=True)"
         ) from error
     except Exception as error:
-        raise CorruptCheckpointError(
-            f"{source} does not hold a torch.save record: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _load_record(stream: io.BytesIO, source: str) -> torch.Tensor:
-    try:
-        value = torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:
         reason = str(error).split("\n\n", 1)[0].strip()
-        raise CorruptCheckpointError(
-            f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
-            f"for DCP's HuggingFaceStorageReader ({type(error).__name__}: {reason})"
-        ) from error
-    if not isinstance(value, torch.Tensor):
-        raise CorruptCheckpointError(f"{source} holds a {type(value).__name__}, expected a tensor")
-    return value
+        raise CorruptCheckpointError(f"{source} holds a damaged record ({type(error).__name__}: {reason})") from error

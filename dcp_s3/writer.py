@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.commit import Observed, commit, delete_replaced, observe
+from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, delete_replaced, observe
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
@@ -180,7 +180,10 @@ class S3StorageWriter(StorageWriter):
             raise CheckpointExistsError(
                 f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
             ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
-        save.conditions = self._conditions(save)
+        if self._config.conditional_commit == "required" or not save.observed.certain:
+            # what may be refused is refused before a byte is sent; else the probe, which leaves an object, waits for finish
+            save.conditions, save.probed = self._conditions(save), True
+            check_permitted(save.store, key, save.observed, save.conditions)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -200,6 +203,8 @@ class S3StorageWriter(StorageWriter):
         save = self._current()
         if save.observed is None:
             raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
+        if not save.probed:
+            save.conditions = self._conditions(save)
         entries = _take_entries(results)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}

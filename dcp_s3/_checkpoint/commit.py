@@ -73,6 +73,19 @@ def observe(store: ControlStore, key: str) -> Observed:
     return Observed(info.etag, info.metadata.get(WRITE_ID_FIELD))
 
 
+def check_permitted(store: ControlStore, key: str, observed: Observed, conditions: Conditions | None) -> None:
+    """Raise where a save could overwrite what it may not see.
+
+    Raises:
+        AccessDeniedError: Reading the record is not permitted, and the store does not honour If-None-Match.
+    """
+    if not observed.certain and not (conditions is not None and conditions.create):
+        raise AccessDeniedError(
+            "reading the record is not permitted and the store does not honour If-None-Match, so an existing checkpoint could "
+            "be overwritten unseen; allow GetObject and ListBucket on the prefix"
+        ).with_context(bucket=store.bucket, key=key, operation="GetObject")
+
+
 def commit(
     store: ControlStore,
     key: str,
@@ -96,6 +109,7 @@ def commit(
 
     Raises:
         CommitConflictError: Another writer's record is there.
+        AccessDeniedError: See :func:`check_permitted`.
         CheckpointExistsError: A record is there that these credentials cannot read, so it cannot be replaced.
         DeadlineExceededError: The deadline had passed before the first PUT.
         StorageUnavailableError: The outcome is unknown.
@@ -103,11 +117,7 @@ def commit(
     """
     if_match = conditions.match_value(observed.etag) if conditions and observed.etag is not None else None
     if_none_match = observed.etag is None and conditions is not None and conditions.create
-    if not observed.certain and not if_none_match:
-        raise AccessDeniedError(
-            "reading the record is not permitted and the store does not honour If-None-Match, so an existing checkpoint could "
-            "be overwritten unseen; allow GetObject and ListBucket on the prefix"
-        ).with_context(bucket=store.bucket, key=key, operation="GetObject")
+    check_permitted(store, key, observed, conditions)
     deadline.check("about to commit; nothing was committed")
     refusals = attempt = 0
     while True:

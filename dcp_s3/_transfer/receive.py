@@ -196,11 +196,21 @@ class _Connection(asyncio.BufferedProtocol):
         if self._left is not None and len(self._rest) >= self._left:
             self._reply.body = bytes(self._rest[: self._left])
             self._done()
-        elif self._chunked and b"0\r\n\r\n" in self._rest:
-            self._reply.body = _dechunk(bytes(self._rest))
-            self._done()
-        elif len(self._rest) > _ERROR_BYTES:
+        elif self._chunked:
+            self._take_chunks()
+        if len(self._rest) > _ERROR_BYTES:
             self._fail(ConnectionError("the error reply is too long"))
+
+    def _take_chunks(self) -> None:
+        assert self._reply is not None  # noqa: S101 -- set with the head
+        try:
+            body = _dechunk(bytes(self._rest))
+        except ValueError as error:
+            self._fail(ConnectionError(f"not a chunked body: {error}"))
+            return
+        if body is not None:
+            self._reply.body = body
+            self._done()
 
     def _done(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._reply is not None:
@@ -261,16 +271,21 @@ def _parse_head(head: bytes) -> tuple[Reply, bool]:
     return Reply(int(status[:3]), headers), keep_alive
 
 
-def _dechunk(data: bytes) -> bytes:
+def _dechunk(data: bytes) -> bytes | None:
+    """The body of a chunked reply; ``None`` while its end has not come."""
     body = bytearray()
-    while data:
-        size_text, _, data = data.partition(b"\r\n")
-        size = int(size_text.split(b";")[0] or b"0", 16)
+    position = 0
+    while (end := data.find(b"\r\n", position)) >= 0:
+        size = int(data[position:end].partition(b";")[0], 16)
+        start = end + 2
         if size == 0:
-            break
-        body += data[:size]
-        data = data[size + 2 :]
-    return bytes(body)
+            ended = data.startswith(b"\r\n", start) or b"\r\n\r\n" in data[start:]  # the latter behind trailers
+            return bytes(body) if ended else None
+        if len(data) < start + size + 2:
+            return None
+        body += data[start : start + size]
+        position = start + size + 2
+    return None
 
 
 class ReceivePool:

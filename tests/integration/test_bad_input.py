@@ -235,14 +235,14 @@ def test_nobody_accepts():
 
 # ---------------------------------------------------------------------------------------------------- two ranks
 
-DEADLINE_S = 3.0
+DEADLINE_S = 2.0
 
 
-def _outcome(call):
+def _outcome(call, *args, **options):
     """Return what DCP says that each rank raised, and how long it took."""
     started = time.monotonic()
     try:
-        call()
+        call(*args, **options)
     except dcp.CheckpointException as failed:
         return {rank: failure[0] for rank, failure in failed.failures.items()}, time.monotonic() - started
     return {}, time.monotonic() - started
@@ -256,13 +256,9 @@ def _one_rank_fails(rank, places, scenarios):
         if rank != broken:
             changes.pop("access_key_id", None)
         state = {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)}
-        found["save", name] = _outcome(lambda: dcp.save(state, storage_writer=writer(place, f"new/{name}", **changes)))
-        found["load", name] = _outcome(
-            lambda: dcp.load(
-                {"t0": torch.zeros(400_000), "t7": torch.zeros(400_000)},
-                storage_reader=reader(place, "old", **changes),
-            )
-        )
+        template = {"t0": torch.zeros(400_000), "t7": torch.zeros(400_000)}
+        found["save", name] = _outcome(dcp.save, state, storage_writer=writer(place, f"new/{name}", **changes))
+        found["load", name] = _outcome(dcp.load, template, storage_reader=reader(place, "old", **changes))
     # and after all of this the group still works
     dcp.save({"x": torch.ones(3)}, storage_writer=writer(places["good"][rank], "after"))
     return found
@@ -280,7 +276,7 @@ def test_a_store_error_on_one_rank_ends_both():
         for broken in (0, 1):
             scenarios[f"bad key on {broken}"] = broken, {"access_key_id": "BAD"}
             scenarios[f"503 on {broken}"] = broken, {}
-            scenarios[f"silence on {broken}"] = broken, {"read_timeout_s": 60.0}
+        scenarios["silence on 1"] = 1, {"read_timeout_s": 60.0}
         places = {"good": [_bucket(server, f"GOOD{rank}") for rank in range(2)]}
         for number, (name, (broken, _)) in enumerate(scenarios.items()):
             keys = [f"S{number}RANK{rank}" for rank in range(2)]
@@ -315,15 +311,13 @@ def test_a_store_error_on_one_rank_ends_both():
 
 def _deadlines(rank, bucket, timeout_s):
     """Try deadlines of, above and below the group's time-out."""
-    return {
-        seconds: (
-            _outcome(lambda: dcp.save(STATE, storage_writer=writer(bucket, "a", save_deadline_s=seconds)))[0],
-            _outcome(
-                lambda: dcp.load({"w": torch.zeros(10)}, storage_reader=reader(bucket, "a", load_deadline_s=seconds))
-            )[0],
-        )
-        for seconds in (timeout_s - 1, timeout_s, timeout_s + 1)
-    }
+    found = {}
+    for seconds in (timeout_s - 1, timeout_s, timeout_s + 1):
+        store, source = writer(bucket, "a", save_deadline_s=seconds), reader(bucket, "a", load_deadline_s=seconds)
+        saving, _ = _outcome(dcp.save, STATE, storage_writer=store)
+        loading, _ = _outcome(dcp.load, {"w": torch.zeros(10)}, storage_reader=source)
+        found[seconds] = saving, loading
+    return found
 
 
 def test_a_deadline_that_is_none(faults):

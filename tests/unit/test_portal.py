@@ -1,0 +1,187 @@
+"""The loop thread: coroutines from any thread, endings that are real, and a new one behind a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_s3._transfer.portal import Portal, portal
+
+
+@pytest.fixture
+def opened() -> Iterator[Portal]:
+    """A portal of the test's own."""
+    made = Portal()
+    yield made
+    made.close()
+
+
+def test_results_and_failures(opened: Portal):
+    """A coroutine's value, or its very exception, comes out; each runs on the one loop thread."""
+    failure = ValueError("mine")
+
+    async def value() -> str:
+        return threading.current_thread().name
+
+    async def failing() -> None:
+        raise failure
+
+    assert opened.submit(value()).result(5) == "dcp_s3-loop"
+    with pytest.raises(ValueError, match="mine") as caught:
+        opened.submit(failing()).result(5)
+    assert caught.value is failure
+
+
+def test_beside_a_running_loop(opened: Portal):
+    """A caller whose own loop runs, as in a notebook, can wait for work."""
+
+    async def value() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def notebook() -> int:
+        return opened.submit(value()).result(5)
+
+    assert asyncio.run(notebook()) == 7
+
+
+def test_stopped_work_is_done_when_it_has_ended(opened: Portal):
+    """stop() asks; the work counts as done only when its clean-up is over, and then as cancelled."""
+    started, release, cleaned = threading.Event(), threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.to_thread(release.wait)
+            cleaned.set()
+
+    task = opened.submit(work())
+    assert started.wait(5)
+    task.stop()
+    with pytest.raises(TimeoutError):
+        task.result(0.1)
+    assert not task.done()
+    release.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        task.result(5)
+    assert cleaned.is_set()
+
+
+def test_stopped_before_it_began(opened: Portal):
+    """Work that is stopped at once never runs, and says that it was cancelled."""
+    ran = []
+
+    async def work() -> None:
+        ran.append(1)
+        await asyncio.sleep(60)
+
+    block = threading.Event()
+    opened.loop.call_soon_threadsafe(block.wait)
+    task = opened.submit(work())
+    task.stop()
+    block.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        task.result(5)
+    assert ran == []
+
+
+def test_stopped_too_late(opened: Portal):
+    """Work that ended before it was stopped keeps its value."""
+
+    async def value() -> int:
+        return 3
+
+    task = opened.submit(value())
+    assert task.result(5) == 3
+    task.stop()
+    assert task.result(5) == 3
+
+
+def test_a_future_that_cannot_be_cancelled(opened: Portal):
+    """cancel() of the future does nothing: only the task decides, so that no clean-up is overtaken."""
+    release = threading.Event()
+
+    async def work() -> int:
+        await asyncio.to_thread(release.wait)
+        return 5
+
+    task = opened.submit(work())
+    assert task.cancel() is False
+    release.set()
+    assert task.result(5) == 5
+
+
+def test_close(opened: Portal):
+    """close() cancels what runs, runs the closers on the loop, in spite of one that fails, and ends the thread."""
+    seen = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cancelled")
+
+    async def bad() -> None:
+        raise RuntimeError
+
+    async def good() -> None:
+        seen.append("closed")
+
+    task = opened.submit(endless())
+    opened.on_close(bad)
+    opened.on_close(good)
+    opened.submit(asyncio.sleep(0)).result(5)
+    opened.close()
+    assert seen == ["cancelled", "closed"]
+    assert opened.loop.is_closed()
+    with pytest.raises(concurrent.futures.CancelledError):
+        task.result(1)
+    opened.close()
+
+
+def test_one_for_the_process():
+    """All threads get the same portal."""
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(portal())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_behind_a_fork():
+    """A forked child gets a loop and a thread of its own; the parent's goes on; both processes end by themselves."""
+    program = textwrap.dedent(
+        """
+        import asyncio, os, sys
+        from dcp_s3._transfer.portal import portal
+
+        async def pid():
+            await asyncio.sleep(0)
+            return os.getpid()
+
+        first = portal()
+        assert first.submit(pid()).result(5) == os.getpid()
+        child = os.fork()
+        assert portal().submit(pid()).result(5) == os.getpid()
+        assert (portal() is first) == (child != 0)
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            print("parent done")
+        """
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "parent done\n", "")
+    assert time.monotonic() - started < 20
