@@ -26,8 +26,10 @@ Without --endpoint an in-memory S3 server is built with the C compiler and run o
 slow it down on purpose need it. With --endpoint credentials and region come by AWS's conventions; what is written lies
 under dcp-s3-bench-*/ and is deleted after each measurement.
 
-Results are kept after each single measurement: a run that was stopped, or limited by --cases or --only, is continued by
-the next one with the same file. --quick leaves out the peers that no target is set against and takes about half the time.
+Results are kept after each single measurement: a run that was stopped, or limited by --cases or --minutes, is continued by
+the next one with the same file. All cases take their turn in each round, so that a run of any length has something of
+each. --quick leaves out the peers that no target is set against. `scripts/bench --quick --minutes 25` makes a useful table
+of every target; five whole rounds take about an hour and a half on two cores.
 """
 
 
@@ -42,6 +44,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", default=".", metavar="REGEX", help="measure only these subjects")
     parser.add_argument("--quick", action="store_true", help="only the subjects that targets are set against")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured, in turn (default 5)")
+    parser.add_argument("--minutes", type=float, default=600, metavar="N", help="begin nothing after so long")
     parser.add_argument("--size", type=float, default=2.0, metavar="GiB", help="of the dense state dict (default 2)")
     parser.add_argument("--json", type=Path, default=Path("bench-results/bench.json"), metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an .svg or .png; default: beside the JSON")
@@ -98,19 +101,17 @@ def run(options: argparse.Namespace, results: Results) -> None:
         if not is_installed(name):
             print(f"{name} is not installed ({PEERS[name].needs}): left out", flush=True)
     with endpoint_of(options) as target:
+        selection = {}
         for case in CASES:
             if not re.search(options.cases, case.name):
                 continue
             if case.needs_sink and not target.local:
                 print(f"{case.name}: needs the server that --endpoint replaces: left out", flush=True)
                 continue
-            subjects = [
-                name
-                for name in (case.quick if options.quick else case.subjects)
-                if re.search(options.only, name) and is_installed(name)
-            ]
-            print(f"{case.name}: {case.title}", flush=True)
-            measure(case, subjects, options.rounds, target, results)
+            subjects = case.quick if options.quick else case.subjects
+            selection[case] = [name for name in subjects if re.search(options.only, name) and is_installed(name)]
+        if not measure(selection, options.rounds, target, results, minutes=options.minutes):
+            print(f"the {options.minutes:g} minutes are over; the same command goes on from here", flush=True)
 
 
 def endpoint_of(options: argparse.Namespace) -> AbstractContextManager[Target]:

@@ -28,6 +28,7 @@ class Figure:
         at_least: Larger is better.
         unit: Of value and limit.
         detail: The measured values behind it.
+        rounds: How many rounds it is from.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Figure:
     at_least: bool = False
     unit: str = "x"
     detail: str = ""
+    rounds: int
 
     @property
     def met(self) -> bool:
@@ -67,7 +69,15 @@ class _Figures:
         if values:
             middle = statistics.median(values)
             self.found.append(
-                Figure(name=name, value=middle, low=min(values), high=max(values), limit=limit, unit=unit)
+                Figure(
+                    name=name,
+                    value=middle,
+                    low=min(values),
+                    high=max(values),
+                    limit=limit,
+                    unit=unit,
+                    rounds=len(values),
+                )
             )
 
     def ratio(
@@ -102,6 +112,7 @@ class _Figures:
                 limit=limit,
                 at_least=inverse,
                 detail=shown,
+                rounds=min(len(mine), len(other)),
             )
         )
 

@@ -39,12 +39,12 @@ UNSIGNED: dict[str, Any] = {
 
 
 @functools.cache
-def boto3_client() -> Any:  # noqa: ANN401 -- boto3 makes its clients at run time
-    """A boto3 client with the settings above."""
+def boto3_client(endpoint: str) -> Any:  # noqa: ANN401 -- boto3 makes its clients at run time
+    """A boto3 client of an endpoint with the settings above."""
     import boto3
     from botocore.config import Config
 
-    return boto3.client("s3", config=Config(max_pool_connections=16, **UNSIGNED))
+    return boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=16, **UNSIGNED))
 
 
 class Peer:
@@ -59,8 +59,6 @@ class Peer:
     """The module that it cannot do without."""
     settings: ClassVar[str] = ""
     """What a reader of the results needs to know."""
-    environment: ClassVar[dict[str, str]] = {}
-    """Set in the process that is measured."""
 
     def __init__(self, target: Target, *, distributed: bool) -> None:
         self.target = target
@@ -190,7 +188,6 @@ class FsspecS3fs(DcpPeer):
 
     needs = "s3fs"
     settings = "4 threads, 16 MiB blocks, unsigned payloads"
-    environment: ClassVar[dict[str, str]] = {"BOTO_DISABLE_CRT": "true"}
 
     def _options(self) -> dict[str, Any]:
         return {"config_kwargs": UNSIGNED, "default_block_size": 16 * MIB, "max_concurrency": 16}
@@ -224,7 +221,10 @@ class Msc(DcpPeer):
             "response_checksum_validation": "when_required",
             "rust_client": {"allow_http": target.endpoint.startswith("http://")},
         }
-        keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"], "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
+        keys = {
+            "access_key": os.environ.get("AWS_ACCESS_KEY_ID"),
+            "secret_key": os.environ.get("AWS_SECRET_ACCESS_KEY"),
+        }
         profile = {
             "storage_provider": {"type": "s3", "options": options},
             "credentials_provider": {"type": "S3Credentials", "options": keys},
@@ -263,7 +263,6 @@ class TorchSaveBoto3(Peer):
 
     needs = "boto3"
     settings = "16 MiB parts, 10 threads, unsigned payloads"
-    environment: ClassVar[dict[str, str]] = {"BOTO_DISABLE_CRT": "true"}
 
     @functools.cached_property
     def _transfer(self) -> Any:  # noqa: ANN401 -- boto3 has no types
@@ -276,12 +275,16 @@ class TorchSaveBoto3(Peer):
         stream = io.BytesIO()
         torch.save(state, stream)
         stream.seek(0)
-        boto3_client().upload_fileobj(stream, self.target.bucket, self.target.key(name), Config=self._transfer)
+        boto3_client(self.target.endpoint).upload_fileobj(
+            stream, self.target.bucket, self.target.key(name), Config=self._transfer
+        )
 
     def load(self, state: dict[str, Any], name: str) -> None:
         """Download, unpickle, copy."""
         stream = io.BytesIO()
-        boto3_client().download_fileobj(self.target.bucket, self.target.key(name), stream, Config=self._transfer)
+        boto3_client(self.target.endpoint).download_fileobj(
+            self.target.bucket, self.target.key(name), stream, Config=self._transfer
+        )
         stream.seek(0)
         for fqn, value in torch.load(stream, weights_only=True).items():
             state[fqn].copy_(value)
@@ -297,7 +300,7 @@ class TorchSavePut(TorchSaveBoto3):
         stream = io.BytesIO()
         torch.save(state, stream)
         stream.seek(0)
-        boto3_client().put_object(Bucket=self.target.bucket, Key=self.target.key(name), Body=stream)
+        boto3_client(self.target.endpoint).put_object(Bucket=self.target.bucket, Key=self.target.key(name), Body=stream)
 
 
 class Files(DcpPeer):
@@ -307,7 +310,7 @@ class Files(DcpPeer):
 
     def __init__(self, target: Target, *, distributed: bool) -> None:
         super().__init__(target, distributed=distributed)
-        self._directory = Path("/dev/shm", f"dcp-s3-bench-{os.getuid()}", target.prefix)  # noqa: S108 -- memory is meant
+        self._directory = Path(f"/dev/shm/dcp-s3-bench-{target.prefix}")  # noqa: S108 -- memory is meant
 
     def url(self, name: str) -> str:
         """The checkpoint id of a name."""

@@ -55,7 +55,7 @@ class RawHttp:
         self.sent = random_bytes(size)
         self.received = bytearray(b"\1") * size
         self._idle: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
-        self._client = boto3_client()
+        self._client = boto3_client(target.endpoint)
         self._key = target.key(KEY)
 
     def _connection(self) -> http.client.HTTPConnection:

@@ -79,12 +79,11 @@ def _heading(results: Results) -> str:
     if not about:
         return "Nothing has been measured."
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
-    rounds = max((len(results.values(run["case"], run["subject"])) for run in results.runs), default=0)
     return (
         f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores, {about['memory_gib']:g} GiB, {about['kernel']}, "
         f"Python {about['python']}, dcp_s3 {about['dcp_s3']}, {packages}. Endpoint: {results.settings['endpoint']}. State dict: "
-        f"{results.settings['gib']:g} GiB. Up to {rounds} rounds of all subjects in turn, each in a fresh process after one "
-        "warm-up; medians, and minimum and maximum in brackets. CPU is that of the client and its children; extra memory is the "
+        f"{results.settings['gib']:g} GiB (other counts are those at 2 GiB). All subjects in turn, each in a fresh process after "
+        "a warm-up; medians, and minimum and maximum in brackets. CPU is that of the client and its children; extra memory is the "
         "peak of the resident set over its size before."
     )
 
@@ -92,12 +91,12 @@ def _heading(results: Results) -> str:
 def _targets(found: list[Figure]) -> str:
     if not found:
         return "No target has been measured."
-    lines = ["| | target | measured | behind it | met |", "|---|---|---|---|---|"]
+    lines = ["| | target | measured | behind it | rounds | met |", "|---|---|---|---|---:|---|"]
     for figure in found:
         sign = ">=" if figure.at_least else "<="
         measured = f"{_number(figure.value)} {figure.unit} ({_number(figure.low)}-{_number(figure.high)})"
         lines.append(
-            f"| {figure.name} | {sign} {figure.limit:g} {figure.unit} | {measured} | {figure.detail} | "
+            f"| {figure.name} | {sign} {figure.limit:g} {figure.unit} | {measured} | {figure.detail} | {figure.rounds} | "
             f"{'yes' if figure.met else '**no**'} |"
         )
     met = sum(figure.met for figure in found)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from benchmarks.peers import PEERS, REGION
 from benchmarks.worker import RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.cases import Case
     from benchmarks.server import Target
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 JOB_LIMIT_S = 300.0
 """Longest time that one subject may take for one round of one case, seconds."""
+MOST_FAILURES = 2
+"""A subject that has failed so often in one run is not tried again."""
 _SUMMED = ("_cpu_s_per_gib",)
 """Ends of the names of values that are summed over ranks; of all others the largest counts."""
 
@@ -83,23 +86,44 @@ class Results:
         partial.replace(self._path)
 
 
-def measure(case: Case, subjects: Iterable[str], rounds: int, target: Target, results: Results) -> None:
-    """Measure a case: one round of all subjects after another, until each has been measured ``rounds`` times."""
-    if target.local:
-        target.set_pace(case.pace)
-    failures = dict.fromkeys(subjects, 0)
+def measure(
+    selection: Mapping[Case, Sequence[str]], rounds: int, target: Target, results: Results, *, minutes: float
+) -> bool:
+    """Measure the subjects of each case in turn, round after round, until each has been measured ``rounds`` times.
+
+    Args:
+        selection: The cases, and the subjects of each.
+        rounds: How often.
+        target: Where to.
+        results: Grows; what it holds already is not measured again.
+        minutes: Begin no further case after so long.
+
+    Returns:
+        Whether it came to the end before the time was over.
+    """
+    end = time.monotonic() + 60 * minutes
+    failures: Counter[tuple[str, str]] = Counter()
     for number in range(rounds):
-        for subject in failures:
-            if len(results.values(case.name, subject)) > number or failures[subject] > 1:
-                continue
-            start = time.monotonic()
-            outcome = run_job(case, subject, results.settings["gib"] * case.scale, target)
-            results.add(case.name, subject, outcome)
-            failures[subject] += "error" in outcome
-            print(
-                f"  {case.name} {number + 1}/{rounds} {subject}: {_summary(outcome)} [{time.monotonic() - start:.0f} s]",
-                flush=True,
-            )
+        for case, subjects in selection.items():
+            missing = [
+                subject
+                for subject in subjects
+                if len(results.values(case.name, subject)) <= number and failures[case.name, subject] < MOST_FAILURES
+            ]
+            if missing and time.monotonic() > end:
+                return False
+            if target.local:
+                target.set_pace(case.pace)
+            for subject in missing:
+                start = time.monotonic()
+                outcome = run_job(case, subject, results.settings["gib"] * case.scale, target)
+                results.add(case.name, subject, outcome)
+                failures[case.name, subject] += "error" in outcome
+                seconds = time.monotonic() - start
+                print(
+                    f"  round {number + 1}, {case.name}, {subject}: {_summary(outcome)} [{seconds:.0f} s]", flush=True
+                )
+    return True
 
 
 def run_job(case: Case, subject: str, gib: float, target: Target) -> dict[str, Any]:
@@ -109,7 +133,7 @@ def run_job(case: Case, subject: str, gib: float, target: Target) -> dict[str, A
         ``{"values": …}``, or ``{"error": text}``.
     """
     spec = {"case": case.name, "subject": subject, "gib": gib, "group": case.group, "target": asdict(target)}
-    environment = _environment(target, subject)
+    environment = _environment(target)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     with tempfile.TemporaryDirectory(prefix="dcp-s3-bench-") as directory:
@@ -124,10 +148,20 @@ def run_job(case: Case, subject: str, gib: float, target: Target) -> dict[str, A
         found = [line for text in outputs for line in text.splitlines() if line.startswith(RESULT)]
         if len(found) == case.world:
             return {"values": _merge([json.loads(line.removeprefix(RESULT)) for line in found])}
-        if target.local:
-            target.clear()
+        _clean(subject, target)
         tails = [_last_line(Path(directory, f"err{rank}")) for rank in range(case.world)]
         return {"error": f"given up after {JOB_LIMIT_S:.0f} s" if late else " / ".join(filter(None, tails))[:500]}
+
+
+def _clean(subject: str, target: Target) -> None:
+    """Delete what a failed job has left, as far as the endpoint lets us."""
+    try:
+        if subject in PEERS:
+            PEERS[subject](target, distributed=False).clear()
+        else:
+            target.clear()
+    except Exception as error:  # noqa: BLE001 -- whatever the client raises; the job's own error is what counts
+        print(f"  could not delete what it left below {target.url('')}: {error}", flush=True)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
@@ -146,7 +180,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
     return late
 
 
-def _environment(target: Target, subject: str) -> dict[str, str]:
+def _environment(target: Target) -> dict[str, str]:
     """Environment of a measured process. A user's own endpoint keeps the user's credentials."""
     ours = {
         "AWS_ENDPOINT_URL": target.endpoint,
@@ -165,8 +199,7 @@ def _environment(target: Target, subject: str) -> dict[str, str]:
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
     kept = {name: value for name, value in os.environ.items() if not (target.local and name.startswith("AWS_"))}
-    peer = PEERS.get(subject)
-    return kept | ours | (peer.environment if peer is not None else {})
+    return kept | ours
 
 
 def _merge(ranks: list[dict[str, float]]) -> dict[str, float]:

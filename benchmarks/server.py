@@ -61,7 +61,7 @@ class Target:
             return
         from benchmarks.peers import boto3_client
 
-        client = boto3_client()
+        client = boto3_client(self.endpoint)
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{self.prefix}/"):
             found = [{"Key": item["Key"]} for item in page.get("Contents", ())]
             if found:
@@ -105,6 +105,6 @@ def sink(*, preallocate_mib: int) -> Iterator[Target]:
                 if not line.startswith("listening on "):
                     raise RuntimeError("s3sink did not start")
                 port = int(line.split()[-1])
-                yield Target(endpoint=f"http://127.0.0.1:{port}", bucket="bench", prefix="run", local=True)
+                yield Target(endpoint=f"http://127.0.0.1:{port}", bucket="bench", prefix=f"run-{port}", local=True)
             finally:
                 process.terminate()

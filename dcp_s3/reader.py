@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.archive import check_archive
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, raw_pieces, unpack_crcs
 from dcp_s3._checkpoint.layout import (
@@ -459,6 +460,7 @@ def _load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noq
             f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
             "for DCP's HuggingFaceStorageReader"
         )
+    check_archive(data, source=source)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -44,6 +45,7 @@ from dcp_s3.staging import lease_of, stager_for
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     from dcp_s3._transfer.upload import ObjectReceipt
     from dcp_s3.staging import Lease, Stager
@@ -144,24 +146,25 @@ class S3StorageWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin a save: everything that belongs to one save is made here, since DCP does not always call ``reset``."""
+        rank = int(kwargs.get("rank") or 0)
         url = getattr(self._local, "next_url", None) or self._base
         self._local.next_url = None
-        if url is None:
-            raise ConfigError(
-                "nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id"
+        with _failure_told(url, rank):
+            if url is None:
+                raise ConfigError(
+                    "nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id"
+                )
+            deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
+            counter = Counter()
+            self._local.save = _Save(
+                url=url,
+                rank=rank,
+                coordinator=is_coordinator,
+                use_collectives=bool(kwargs.get("use_collectives", True)),
+                deadline=deadline,
+                store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
+                job=Job(url.bucket, deadline, counter, Progress(), rank),
             )
-        rank = int(kwargs.get("rank") or 0)
-        deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
-        counter = Counter()
-        self._local.save = _Save(
-            url=url,
-            rank=rank,
-            coordinator=is_coordinator,
-            use_collectives=bool(kwargs.get("use_collectives", True)),
-            deadline=deadline,
-            store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
-            job=Job(url.bucket, deadline, counter, Progress(), rank),
-        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add: no per-save value may travel in a plan that DCP may have cached."""
@@ -174,21 +177,24 @@ class S3StorageWriter(StorageWriter):
             CheckpointExistsError: ``overwrite=False`` and a checkpoint is there; on every rank, through DCP.
         """
         save = self._current()
-        key = save.url.key(save.record)
-        save.observed = observe(save.store, key)
-        if save.observed.etag is not None and not self._overwrite:
-            raise CheckpointExistsError(
-                f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
-            ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
-        if self._config.conditional_commit == "required" or not save.observed.certain:
-            # what may be refused is refused before a byte is sent; else the probe, which leaves an object, waits for finish
-            save.conditions, save.probed = self._conditions(save), True
-            check_permitted(save.store, key, save.observed, save.conditions)
+        with _failure_told(save.url, save.rank):
+            key = save.url.key(save.record)
+            save.observed = observe(save.store, key)
+            if save.observed.etag is not None and not self._overwrite:
+                raise CheckpointExistsError(
+                    f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
+                ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
+            if self._config.conditional_commit == "required" or not save.observed.certain:
+                # what may be refused is refused before a byte is sent; else the probe, which leaves an object, waits for finish
+                save.conditions, save.probed = self._conditions(save), True
+                check_permitted(save.store, key, save.observed, save.conditions)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's items. Returns when every object is complete and verified."""
-        results = self._write(self._current(), plan, planner)
+        save = self._current()
+        with _failure_told(save.url, save.rank):
+            results = self._write(save, plan, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -201,45 +207,8 @@ class S3StorageWriter(StorageWriter):
             results: All ranks' write results.
         """
         save = self._current()
-        if save.observed is None:
-            raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
-        if not save.probed:
-            save.conditions = self._conditions(save)
-        entries = _take_entries(results)
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
-        _correct_dtypes(metadata)
-        body = record_format.dumps(metadata)
-        manifest = Manifest(
-            write_id=save.write_id,
-            record=save.record,
-            metadata_sha256=hashlib.sha256(body).hexdigest(),
-            metadata_bytes=len(body),
-            world_size=len(results),
-            created_unix_s=time.time(),
-            writer=f"dcp_s3 {_version()}",
-            objects=entries,
-        )
-        name = save.url.key(manifest_name(save.write_id))
-        save.store.put(name, manifest.to_json(), content_type="application/json")
-        key = save.url.key(save.record)
-        commit(
-            save.store,
-            key,
-            body,
-            write_id=save.write_id,
-            observed=save.observed,
-            conditions=save.conditions,
-            deadline=save.deadline,
-        )
-        seconds = time.monotonic() - save.started
-        total = sum(entry.size for entry in entries)
-        _log.info(
-            "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
-            save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
-        )  # fmt: skip
-        delete_replaced(save.store, save.url, save.observed)
+        with _failure_told(save.url, save.rank):
+            self._finish(save, metadata, results)
 
     # ------------------------------------------------------------------ DCP's AsyncStager
 
@@ -271,6 +240,53 @@ class S3StorageWriter(StorageWriter):
         if save is None:
             raise ConfigError("set_up_storage_writer was not called on this thread; use the writer through dcp.save")
         return save
+
+    def _finish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if save.observed is None:
+            raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
+        if not save.probed:
+            save.conditions = self._conditions(save)
+        entries = _take_entries(results)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+        _correct_dtypes(metadata)
+        body = record_format.dumps(metadata)
+        manifest = Manifest(
+            write_id=save.write_id,
+            record=save.record,
+            metadata_sha256=hashlib.sha256(body).hexdigest(),
+            metadata_bytes=len(body),
+            world_size=len(results),
+            created_unix_s=time.time(),
+            writer=f"dcp_s3 {_version()}",
+            objects=entries,
+        )
+        name = save.url.key(manifest_name(save.write_id))
+        text = manifest.to_json()
+        save.store.put(name, text, content_type="application/json")
+        kept = save.store.head(name).size  # behind the commit the checkpoint before may be gone
+        if kept != len(text):
+            raise StorageError(
+                f"the store acknowledged the manifest of {len(text)} bytes and keeps {kept}; nothing was committed"
+            ).with_context(rank=save.rank, operation="PutObject", bucket=save.url.bucket, key=name)
+        key = save.url.key(save.record)
+        commit(
+            save.store,
+            key,
+            body,
+            write_id=save.write_id,
+            observed=save.observed,
+            conditions=save.conditions,
+            deadline=save.deadline,
+        )
+        seconds = time.monotonic() - save.started
+        total = sum(entry.size for entry in entries)
+        _log.info(
+            "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
+            save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
+        )  # fmt: skip
+        delete_replaced(save.store, save.url, save.observed)
 
     def _conditions(self, save: _Save) -> Conditions | None:
         mode = self._config.conditional_commit
@@ -330,6 +346,17 @@ class S3StorageWriter(StorageWriter):
         else:
             info = shard.write_bytes(data.getbuffer())
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+
+
+@contextlib.contextmanager
+def _failure_told(url: CheckpointUrl | None, rank: int) -> Iterator[None]:
+    """Log what a save fails of: it may run in the background, and nobody may ever ask its future."""
+    try:
+        yield
+    except BaseException as error:
+        told = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
+        _log.error("the save of %s failed on rank %d: %s", url, rank, told)
+        raise
 
 
 def _leases_of_planner(planner: SavePlanner) -> set[Lease]:

@@ -133,7 +133,8 @@ def commit(
                 retry=False,
             )
         except StorageError as error:
-            if not (is_precondition_failed(error) or isinstance(error, StorageUnavailableError)):
+            gone = if_match is not None and is_missing(error)  # 404: what it was to replace has been deleted
+            if not (is_precondition_failed(error) or gone or isinstance(error, StorageUnavailableError)):
                 raise
             failure = error
         else:
@@ -157,8 +158,8 @@ def commit(
         refusals += is_precondition_failed(failure)
         if there == "foreign" or refusals >= _REFUSALS:
             raise CommitConflictError(
-                f"another writer committed to s3://{store.bucket}/{key} after this save had looked; its checkpoint stands, "
-                "ours was not committed"
+                f"another writer wrote or deleted s3://{store.bucket}/{key} after this save had looked; what is there now "
+                "stands, ours was not committed"
             ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:

@@ -137,7 +137,8 @@ class Downloader(Generic[T]):
 
     def _next(self) -> RangeRead[T] | None:
         try:
-            read, work = self._ended.get(timeout=min(0.5, self._job.deadline.remaining() + 0.001))
+            # also behind the deadline: the requests that end with it know key, attempts and request id
+            read, work = self._ended.get(timeout=0.5)
         except queue.Empty:
             self._check()
             return None

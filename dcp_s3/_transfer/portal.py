@@ -58,11 +58,37 @@ class Work(concurrent.futures.Future[T]):
             self._task.cancel()
 
 
+class _Threads(concurrent.futures.ThreadPoolExecutor):
+    """Runs the loop's blocking calls (name look-ups, reading of files), each on a daemon thread of its own.
+
+    The pools of the standard library take nothing more once the interpreter has begun to end; but it then still waits for a
+    background save, which may need a call yet.
+    """
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        """Start a call."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 -- raised again where it is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        threading.Thread(target=run, name="dcp_s3-call", daemon=True).start()
+        return future
+
+
 class Portal:
     """An event loop on a daemon thread of its own, so that it works beside a caller's running loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(_Threads())
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._thread = threading.Thread(target=self._run, name="dcp_s3-loop", daemon=True)
         self._thread.start()

@@ -30,6 +30,8 @@ _ABORT_S: Final = 30.0
 """Longest time for the abort of a failed upload, seconds; what it could not abort is left to ``gc``."""
 _LATE_ABORT_S: Final = 5.0
 """The same when the save's deadline has passed or is near: the other ranks wait to hear of the failure."""
+_SETTLE_S: Final = 0.5
+"""Behind the deadline, how long the requests that end with it are waited for: their errors say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,7 @@ class ObjectUpload:
             if self._created is None:
                 part, self._part = self._part, _Part()
                 self._crcs.append(part.crc)
-                put = self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
-                head = self._await(self._submit_part(put, part))
+                head = self._await(self._submit_part(self._put(part), part))
             else:
                 if self._part.nbytes:
                     self._send_part()
@@ -262,6 +263,10 @@ class ObjectUpload:
         if self._failure is not None:
             raise self._failure
         if self._job.deadline.expired:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None or not self._pending, _SETTLE_S)
+            if self._failure is not None:
+                raise self._failure
             raise self._job.deadline.error(f"uploading {self.key}").with_context(
                 rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
             )
@@ -294,6 +299,17 @@ class ObjectUpload:
         return future.result()
 
     # ------------------------------------------------------------------ loop thread
+
+    async def _put(self, part: _Part) -> Any:  # noqa: ANN401 -- Head
+        """Write the object in one request, and look whether the store has what it acknowledged."""
+        await self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
+        head = await self._plane.head_object(self._job, self.key)
+        if head is not None and head.size == self.size:
+            return head
+        found = "is not there" if head is None else f"has {head.size} bytes, not {self.size}"
+        raise StorageError(f"the store acknowledged an object that {found}").with_context(
+            rank=self._job.rank, operation="PutObject", bucket=self._job.bucket, key=self.key
+        )
 
     async def _upload(self, number: int, part: _Part) -> None:
         assert self._created is not None  # noqa: S101 -- set before the first part is submitted

@@ -185,7 +185,7 @@ def kill_in_upload(job: Job, bucket: Bucket) -> Killed:
     job.kill()
     chapter(f"Killed with SIGKILL in the middle of {next(iter(uploads)).split('/')[0]}: {names}")
     for path, parts in uploads.items():
-        print(f"   open upload {path}: {len(parts)} parts so far, {sum(parts) / 2**20:.1f} MiB")
+        print(f"   open upload {path}: {len(parts)} of its parts are there, {sum(parts) / 2**20:.1f} MiB")
     print(f"   committed: {', '.join(committed)}")
     return Killed(committed=committed, uploads=list(uploads))
 

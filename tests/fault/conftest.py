@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -47,14 +48,15 @@ class Transfer:
 
     Args:
         s3: The server.
+        plane: The data plane, where it is not the transfer's own.
         deadline_s: Of the job and the control store.
         **settings: Fields of S3Config that differ from a quick, patient-for-two-seconds default.
     """
 
-    def __init__(self, s3: Handle, *, deadline_s: float = 60, **settings: Any) -> None:
+    def __init__(self, s3: Handle, *, plane: DataPlane | None = None, deadline_s: float = 60, **settings: Any) -> None:
         self.s3 = s3
-        self.config = config_of(s3, **settings)
-        self.plane = DataPlane(self.config)
+        self.plane = DataPlane(config_of(s3, **settings)) if plane is None else plane
+        self.config = self.plane.config
         self.job = Job(s3.bucket, Deadline(deadline_s), Counter(), Progress(), 3)
 
     @functools.cached_property
@@ -110,16 +112,50 @@ def service_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def forgotten_clients() -> Iterator[None]:
-    """No client, connection, or finding about a store lives on behind the test that made it."""
+def quiet_loops() -> Iterator[None]:
+    """No event loop has to say that an exception was never looked at, or that a callback failed."""
+    said: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Listening(level=logging.ERROR)
+    logging.getLogger("asyncio").addHandler(handler)
     yield
+    logging.getLogger("asyncio").removeHandler(handler)
+    assert said == []
+
+
+@pytest.fixture(scope="session")
+def default_planes() -> Iterator[dict[str, DataPlane]]:
+    """Data planes with the default settings, by server: to make one takes 0.1 s."""
+    planes: dict[str, DataPlane] = {}
+    yield planes
+    for plane in planes.values():
+        wait(plane.close())
+
+
+def default_transfer(s3: Handle, planes: dict[str, DataPlane]) -> Transfer:
+    """Return the transfer layer with the default settings, as if nothing had been learnt of the server."""
+    plane = planes.get(s3.url)
+    if plane is None or plane.budget.held:
+        plane = planes[s3.url] = DataPlane(config_of(s3))
+    plane.sends_checksums, plane.sends_md5, plane.budget.peak = True, False, 0
+    return Transfer(s3, plane=plane)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_clients(default_planes: dict[str, DataPlane]) -> Iterator[None]:
+    """No finding about a store, and no client but the default ones, lives on behind the test that made it."""
+    yield
+    kept = {plane.config for plane in default_planes.values()}
     for plane in list(dataplane._planes.values()):
         wait(plane.close())
     dataplane._planes.clear()
-    for clients in store._clients.values():
-        for client in clients._clients:
+    for config in set(store._clients) - kept:
+        for client in store._clients.pop(config)._clients:
             client.close()
-    store._clients.clear()
     store._without_checksums.clear()
     probe._known.clear()
 
@@ -188,15 +224,15 @@ def transfer_to() -> Iterator[Callable[..., Transfer]]:
 
 
 @pytest.fixture
-def transfer(s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
-    """The transfer layer on `s3` with quick retries."""
-    return transfer_to(s3)
+def transfer(s3: FaultServer, default_planes: dict[str, DataPlane]) -> Transfer:
+    """The transfer layer on `s3` with quick retries; its connections may be in use already."""
+    return default_transfer(s3, default_planes)
 
 
 @pytest.fixture
-def plain_transfer(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
-    """The transfer layer on `plain_s3` with quick retries."""
-    return transfer_to(plain_s3)
+def plain_transfer(plain_s3: FaultServer, default_planes: dict[str, DataPlane]) -> Transfer:
+    """The transfer layer on `plain_s3` with quick retries; its connections may be in use already."""
+    return default_transfer(plain_s3, default_planes)
 
 
 @pytest.fixture

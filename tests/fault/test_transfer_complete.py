@@ -93,7 +93,7 @@ def test_a_complete_whose_answer_is_lost(
     """A Complete that was done and not heard of is settled by HEAD and our token: it is not sent again."""
     transfer = transfer_to(s3, read_timeout_s=0.3)
     s3.configure(complete_again=again)
-    s3.on("CompleteMultipartUpload", fault, nth=1)  # type: ignore[arg-type]
+    s3.on("CompleteMultipartUpload", fault, nth=1)
     receipt = transfer.send(BODY, part_bytes=PART)
     assert s3.read(KEY) == BODY
     assert receipt.size == len(BODY)
@@ -104,7 +104,7 @@ def test_a_complete_whose_answer_is_lost(
 @pytest.mark.parametrize("fault", [reset("head"), reset("handle"), error(503, "SlowDown"), error(400, body="<<<")])
 def test_a_complete_that_was_not_done(s3: FaultServer, transfer: Transfer, fault: object):
     """A Complete that failed and left no object is sent again, behind the HEAD that showed it."""
-    s3.on("CompleteMultipartUpload", fault, nth=1)  # type: ignore[arg-type]
+    s3.on("CompleteMultipartUpload", fault, nth=1)
     transfer.send(BODY, part_bytes=PART)
     assert s3.read(KEY) == BODY
     ends = [r.operation for r in s3.log if r.operation in ("CompleteMultipartUpload", "HeadObject")]

@@ -45,7 +45,7 @@ class Reads:
                 start,
                 min(step, size - start),
                 scratch=scratch,
-                pieces=lambda start=start: [view[start : min(start + step, size)]],  # type: ignore[misc]
+                pieces=lambda start=start: [view[start : min(start + step, size)]],
                 about=start,
             )
             for start in range(0, size, step)
@@ -227,7 +227,7 @@ def test_a_caller_that_stops(plain_s3: FaultServer, plain_transfer: Transfer):
     running: Iterator[Any] = reads.downloader.run(reads.reads)
     next(running)
     assert plain_transfer.plane.budget.held > 0
-    running.close()  # type: ignore[attr-defined]
+    running.close()
     assert plain_transfer.plane.budget.held == 0
 
     reads = Reads(plain_transfer, len(BODY), 5000, scratch=5000)

@@ -21,7 +21,7 @@ from dcp_s3._transfer.receive import Sink
 from dcp_s3._transfer.retry import Counter, Deadline
 from dcp_s3._transfer.session import ViewSession
 from dcp_s3._transfer.store import ControlStore
-from tests.fault.conftest import KEY, QUICK, Transfer, pattern, wait
+from tests.fault.conftest import KEY, QUICK, Transfer, config_of, pattern, wait
 from tests.fault.server import MULTIPART, PROFILES, FaultServer, error
 
 BODY = pattern(250_000)
@@ -261,7 +261,7 @@ def test_region(plain_s3: FaultServer, transfer_to: Callable[..., Transfer], mon
     assert signed_for(region="by-config") == {"by-config"}
 
 
-def test_one_client_for_a_config(plain_transfer: Transfer, monkeypatch: pytest.MonkeyPatch):
+def test_one_client_for_a_config(plain_s3: FaultServer, monkeypatch: pytest.MonkeyPatch):
     """Control stores of one config, in however many saves, share one boto3 client."""
     made: list[Any] = []
     plain = boto3.session.Session.client
@@ -271,7 +271,8 @@ def test_one_client_for_a_config(plain_transfer: Transfer, monkeypatch: pytest.M
         return plain(self, *args, **options)
 
     monkeypatch.setattr(clients.boto3.session.Session, "client", counted)
+    config = config_of(plain_s3, max_concurrency=7)
     for _ in range(5):
         with pytest.raises(StorageError):
-            ControlStore(plain_transfer.config, "bucket").head("absent")
+            ControlStore(config, "bucket").head("absent")
     assert len(made) == 1

@@ -285,8 +285,9 @@ def test_a_name_that_resolves_at_the_second_try(
 
 
 @pytest.mark.parametrize("how", ["reset", "garbage"])
-def test_a_connection_that_fails_before_the_request(s3: FaultServer, transfer: Transfer, how: str):
+def test_a_connection_that_fails_before_the_request(s3: FaultServer, transfer_to: Callable[..., Transfer], how: str):
     """A reset, or garbage instead of TLS or HTTP, on a new connection is repeated: the second connection serves."""
+    transfer = transfer_to(s3, max_concurrency=5)
     s3.put(KEY, BODY)
     for call in (
         lambda: transfer.put(BODY),
@@ -294,7 +295,7 @@ def test_a_connection_that_fails_before_the_request(s3: FaultServer, transfer: T
         lambda: transfer.store.get(KEY),
     ):
         before = transfer.job.counter.retries
-        s3.spoil_connections(how)  # type: ignore[arg-type]
+        s3.spoil_connections(how)
         call()
         assert transfer.job.counter.retries == before + 1
 

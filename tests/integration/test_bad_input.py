@@ -21,24 +21,14 @@ from dcp_s3 import (
     StorageError,
     StorageUnavailableError,
 )
-from tests.fault.server import FaultServer, FaultServerProcess, error, never_answer
+from tests.fault.server import FaultServerProcess, error, never_answer
+from tests.integration.conftest import bucket_on
 from tests.integration.support import failure_of, load, reader, writer
 from tests.servers import Bucket, Endpoint
 from tests.support.ranks import run_ranks_ok
 
 STATE = {"w": torch.ones(10)}
 REFUSALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
-
-
-def _bucket(server, access_key="RANK0"):
-    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key=access_key, secret_key="secret")
-    return Bucket(endpoint=endpoint, name=server.bucket)
-
-
-@pytest.fixture
-def faults():
-    with FaultServer() as server:
-        yield server
 
 
 def _failed_save(bucket, path="a", **settings):
@@ -145,11 +135,11 @@ def test_credentials_that_are_wrong(endpoint, bucket):
 @pytest.mark.parametrize("code", REFUSALS)
 def test_a_refusal_costs_one_request(faults, code):
     """Refused credentials are not tried again: a save sends one request, and so does a load, DCP's second try included."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save(STATE, storage_writer=writer(bucket, "a"))
     before = faults.objects()
     faults.configure(key_errors={"BAD": code})
-    refused = _bucket(faults, "BAD")
+    refused = bucket_on(faults, "BAD")
     denied = _failed_save(refused)
     assert isinstance(denied, AccessDeniedError)
     assert denied.code == code
@@ -163,7 +153,7 @@ def test_a_refusal_costs_one_request(faults, code):
 
 def test_a_refusal_that_comes_with_the_data(faults):
     """Credentials that are refused from the first data object on: that one request is the last but for the clean-up."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     faults.on("PutObject", error(403, "AccessDenied"), key="/data/")
     denied = _failed_save(bucket)
     assert isinstance(denied, AccessDeniedError)
@@ -174,7 +164,7 @@ def test_a_refusal_that_comes_with_the_data(faults):
 
 def test_nobody_listens(faults):
     """An endpoint that refuses connections ends save and load by the deadline, with how often it was tried."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     faults.go_offline()
     settings = {"save_deadline_s": 1.5, "load_deadline_s": 1.5, "retry": RetryPolicy(max_attempts=1000)}
     started = time.monotonic()
@@ -199,7 +189,7 @@ def test_nobody_listens(faults):
 @pytest.mark.parametrize("operation", ["GetObject", "PutObject"])
 def test_nobody_answers(faults, operation):
     """A store that takes requests and never answers is given up at the deadline, however long a silence is allowed."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save(STATE, storage_writer=writer(bucket, "a"))
     faults.on(operation, never_answer())
     settings = {"save_deadline_s": 2, "load_deadline_s": 2, "read_timeout_s": 60}
@@ -270,17 +260,18 @@ def test_a_store_error_on_one_rank_ends_both():
     """
     with FaultServerProcess(key_errors={"BAD": "InvalidAccessKeyId"}) as server:
         dcp.save(
-            {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)}, storage_writer=writer(_bucket(server), "old")
+            {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)},
+            storage_writer=writer(bucket_on(server), "old"),
         )
         scenarios = {}
         for broken in (0, 1):
             scenarios[f"bad key on {broken}"] = broken, {"access_key_id": "BAD"}
             scenarios[f"503 on {broken}"] = broken, {}
         scenarios["silence on 1"] = 1, {"read_timeout_s": 60.0}
-        places = {"good": [_bucket(server, f"GOOD{rank}") for rank in range(2)]}
+        places = {"good": [bucket_on(server, f"GOOD{rank}") for rank in range(2)]}
         for number, (name, (broken, _)) in enumerate(scenarios.items()):
             keys = [f"S{number}RANK{rank}" for rank in range(2)]
-            places[name] = [_bucket(server, key) for key in keys]
+            places[name] = [bucket_on(server, key) for key in keys]
             if name.startswith("503"):
                 server.on("*", error(503, "SlowDown"), access_key=keys[broken])
             elif name.startswith("silence"):
@@ -323,7 +314,7 @@ def _deadlines(rank, bucket, timeout_s):
 def test_a_deadline_that_is_none(faults):
     """A configured deadline that is not below the process group's time-out is refused on every rank, before any request."""
     timeout_s = 40
-    for outcomes in run_ranks_ok(2, _deadlines, _bucket(faults), timeout_s, timeout_s=timeout_s):
+    for outcomes in run_ranks_ok(2, _deadlines, bucket_on(faults), timeout_s, timeout_s=timeout_s):
         assert outcomes.pop(timeout_s - 1) == ({}, {})
         for seconds, (saving, loading) in outcomes.items():
             assert list(saving) == list(loading) == [0, 1]

@@ -9,23 +9,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import AccessDeniedError, CheckpointExistsError, CheckpointNotFoundError
-from tests.fault.server import MULTIPART, PROFILES, FaultServer, FaultServerProcess, error
+from tests.fault.server import MULTIPART, PROFILES, FaultServerProcess, error
+from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, blank, failure_of, load, reader, writer
-from tests.servers import Bucket, Endpoint
 from tests.support.ranks import run_ranks_ok
 
 ALLOWED = ("PutObject", "GetObject", "HeadObject", *MULTIPART)
 
 
-def _bucket(server, access_key="RANK0"):
-    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key=access_key, secret_key="secret")
-    return Bucket(endpoint=endpoint, name=server.bucket)
-
-
 @pytest.fixture
-def least():
-    with FaultServer(**PROFILES["least-privilege"]) as server:
-        yield server
+def least(faults):
+    """A store that allows what the package's documentation asks for, and nothing else."""
+    faults.configure(**PROFILES["least-privilege"])
+    return faults
 
 
 def _state(value):
@@ -38,7 +34,7 @@ def _used(server):
 
 def test_save_and_load_by_id(least):
     """A new checkpoint, of one PUT or of parts, is saved and loaded by its id with no right to list, to look at or make buckets."""
-    bucket = _bucket(least)
+    bucket = bucket_on(least)
     dcp.save(_state(1), storage_writer=writer(bucket, "run/step-1", part_bytes=5 << 20))
     dcp.save({"small": torch.ones(3)}, checkpoint_id=bucket.url("run/step-2"), storage_writer=writer(bucket))
     dcp.async_save(_state(3), storage_writer=writer(bucket, "run/step-3")).result()
@@ -52,7 +48,7 @@ def test_save_and_load_by_id(least):
 
 def test_replacing_without_the_right_to_delete(least, caplog):
     """A save over a checkpoint succeeds; that the old objects may not be deleted is logged, they stay, and nothing reads them."""
-    bucket = _bucket(least)
+    bucket = bucket_on(least)
     first = dcp.save(_state(1), storage_writer=writer(bucket, "a"))
     old = set(least.objects("a/"))
     with caplog.at_level(logging.WARNING, logger="dcp_s3"):
@@ -79,7 +75,7 @@ def _ranks(rank, buckets):
 def test_two_ranks(tmp_path):
     """Two ranks with the least rights save, save again and load; each sends only what it may."""
     with FaultServerProcess(allowed_operations=(*ALLOWED, "DeleteObject"), hide_missing=True) as server:
-        run_ranks_ok(2, _ranks, [_bucket(server, f"RANK{rank}") for rank in range(2)])
+        run_ranks_ok(2, _ranks, [bucket_on(server, f"RANK{rank}") for rank in range(2)])
         assert server.violations() == []
         assert len(server.objects("a/")) == 4  # record, manifest, an object of each rank: what was replaced is gone
 
@@ -88,7 +84,7 @@ def test_a_record_that_may_not_be_read(least):
     """A bare AccessDenied on reading .metadata is no checkpoint for a load, and means absent for a save: the store's own condition then
     keeps an unseen checkpoint from being overwritten.
     """
-    bucket = _bucket(least)
+    bucket = bucket_on(least)
     with pytest.raises(CheckpointNotFoundError, match="there is none, or reading it is not permitted") as denied:
         reader(bucket, "a").read_metadata()
     assert (denied.value.status, denied.value.code, denied.value.key) == (403, "AccessDenied", "a/.metadata")
@@ -116,7 +112,7 @@ def test_a_record_that_may_not_be_read(least):
 def test_neither_sight_nor_conditions(least, conditional_put):
     """Where the record may not be read and the store honours no condition, a save is refused before any data is sent."""
     least.configure(conditional_put=conditional_put)
-    bucket = _bucket(least)
+    bucket = bucket_on(least, name=conditional_put)
     for settings in ({}, {"conditional_commit": "off"}):
         with pytest.raises(dcp.CheckpointException) as caught:
             dcp.save(_state(1), storage_writer=writer(bucket, "a", **settings))
@@ -130,7 +126,7 @@ def test_neither_sight_nor_conditions(least, conditional_put):
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])
 def test_other_refusals_are_not_taken_for_absence(least, code):
     """Only a bare AccessDenied may mean that there is nothing: wrong credentials say so, at save and at load."""
-    bucket = _bucket(least)
+    bucket = bucket_on(least)
     least.on("GetObject", error(403, code))
     with pytest.raises(AccessDeniedError, match=code):
         reader(bucket, "a").read_metadata()
@@ -142,7 +138,7 @@ def test_other_refusals_are_not_taken_for_absence(least, code):
 
 def test_a_job_that_may_only_read(least):
     """With GetObject alone a checkpoint loads; a save is told what it may not do, and leaves nothing."""
-    bucket = _bucket(least)
+    bucket = bucket_on(least)
     dcp.save(_state(1), storage_writer=writer(bucket, "a"))
     before = set(least.objects())
     least.configure(allowed_operations=("GetObject",))

@@ -17,25 +17,14 @@ from torch.distributed.tensor import Shard, zeros
 
 from dcp_s3._checkpoint import fetch
 from dcp_s3._transfer.checksum import crc32c
-from tests.fault.server import FaultServer, FaultServerProcess, peak_in_flight
+from tests.fault.server import FaultServerProcess, peak_in_flight
+from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, bits, blank, load, writer
-from tests.servers import Bucket, Endpoint
 from tests.support.ranks import run_ranks_ok
 
 MIB = 1 << 20
 CHUNK = 4 * MIB
 """Grid of the CRCs of a record."""
-
-
-def _bucket(server, access_key="RANK0"):
-    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key=access_key, secret_key="secret")
-    return Bucket(endpoint=endpoint, name=server.bucket)
-
-
-@pytest.fixture
-def faults():
-    with FaultServer() as server:
-        yield server
 
 
 def _reads(server, **wanted):
@@ -58,7 +47,7 @@ def _info(metadata, fqn):
 
 def test_a_big_tensor_comes_in_many_ranges_at_once(faults):
     """A tensor of 64 MiB is read in four ranges of 16 MiB, side by side, and not one byte beyond its data."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {"w": torch.rand(16 * MIB)}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
     faults.clear(rules=False, state=False)
@@ -72,7 +61,7 @@ def test_a_big_tensor_comes_in_many_ranges_at_once(faults):
 
 def test_neighbours_are_joined(faults):
     """1,000 tensors of 4 KiB are one range; of every second one the gaps between are skipped no more than they are worth."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
     faults.clear(rules=False, state=False)
@@ -86,7 +75,7 @@ def test_neighbours_are_joined(faults):
 
 def test_one_tensor_of_a_thousand(faults):
     """Asking for one tensor moves that tensor, the record and the manifest, whatever else the checkpoint holds."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)} | {"big": torch.rand(12 * MIB)}
     dcp.save(state, storage_writer=writer(bucket, "a"))
     small = sum(item["size"] for key, item in faults.objects("a/").items() if "/data/" not in key)
@@ -118,10 +107,10 @@ def test_each_rank_reads_its_share(ranks, count):
     """
     rows = 4096
     with FaultServerProcess() as server:
-        buckets = [_bucket(server, f"RANK{rank}") for rank in range(ranks)]
+        buckets = [bucket_on(server, f"RANK{rank}") for rank in range(ranks)]
         state = {"w": torch.arange(float(rows))[:, None].expand(rows, 4096).contiguous()}
         state |= {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(count)}
-        dcp.save(state, storage_writer=writer(_bucket(server), "a"))
+        dcp.save(state, storage_writer=writer(bucket_on(server), "a"))
         server.clear(rules=False, state=False)
         shares = run_ranks_ok(ranks, _load_shards, buckets, rows, ranks, count)
         for rank, share in enumerate(shares):
@@ -131,7 +120,7 @@ def test_each_rank_reads_its_share(ranks, count):
 
 def test_resharding_by_columns_reads_each_record_once(faults):
     """Columns of row-wise records need all their rows: those are received once, however the destination is cut."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     whole = torch.arange(12e6).reshape(40, 300_000)  # rows of 1.2 MiB, which no CRC chunk is a multiple of
     dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
     for parts in ((0, 1), (0, 2), (1, 1), (1, 4)):
@@ -180,7 +169,7 @@ def test_a_stock_record_is_fetched_once(faults, tmp_path, mib):
     for file in (tmp_path / "stock").iterdir():
         faults.put(f"a/{file.name}", file.read_bytes())
     template = {"w": torch.zeros_like(whole)}
-    load(_bucket(faults), "a", template, planner=_Cut(0, 4))
+    load(bucket_on(faults), "a", template, planner=_Cut(0, 4))
     assert_same(template, {"w": whole})
     (read,) = faults.requests("GetObject", key="distcp")
     assert read.reply_bytes < whole.nbytes + 4000
@@ -197,7 +186,7 @@ def test_a_stock_record_is_fetched_once(faults, tmp_path, mib):
 )
 def test_other_destinations_read_no_more(faults, template):
     """A destination of other strides or dtype gets the same values from the same ranges, at most 1.1 x the bytes."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     whole = torch.arange(12e6).reshape(40, 300_000) % 251
     dcp.save({"w": whole}, storage_writer=writer(bucket, "a"))
     faults.clear(rules=False, state=False)
@@ -273,7 +262,7 @@ def test_any_boxes_of_any_tensor(case, start):
 
 def test_nothing_is_read_for_nothing(faults):
     """Empty tensors cost no GET, and a load of nothing but them only the record's."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {"e": torch.empty(0, 3), "z": torch.empty(0)}
     dcp.save({**state, "s": torch.tensor(3.5)}, storage_writer=writer(bucket, "a"))
     faults.clear(rules=False, state=False)

@@ -11,23 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CheckpointReplacedError, CorruptCheckpointError, S3StorageReader
-from tests.fault.server import FaultServer, flip_reply
+from tests.fault.server import flip_reply
+from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, blank, failure_of, load, reader, writer
-from tests.servers import Bucket, Endpoint
 
 MIB = 1 << 20
 CHUNK = 4 * MIB
-
-
-def _bucket(server):
-    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key="RANK0", secret_key="secret")
-    return Bucket(endpoint=endpoint, name=server.bucket)
-
-
-@pytest.fixture
-def faults():
-    with FaultServer() as server:
-        yield server
 
 
 def _state():
@@ -117,7 +106,7 @@ def test_any_flipped_byte_of_the_record(faults):
     """There is no byte of .metadata whose change goes unnoticed: not one by which it would pass for a stock writer's record,
     which has no checksums to be held against.
     """
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {"w": torch.arange(5.0), "step": 7}
     dcp.save(state, storage_writer=writer(bucket, "a"))
     record = faults.read("a/.metadata")
@@ -137,7 +126,7 @@ def test_any_flipped_byte_of_the_record(faults):
 
 def test_any_flipped_byte_of_the_manifest(faults):
     """A changed manifest is an error that names it, or changed nothing of what a load goes by: the values are never others."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = {"w": torch.arange(5.0), "step": 7}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
     key = f"a/manifest-{metadata.storage_meta.save_id}.json"
@@ -168,7 +157,7 @@ def test_any_flipped_byte_of_the_manifest(faults):
 
 def test_a_byte_flipped_on_its_way(faults):
     """Bytes that were spoiled by the way only are asked for once more, and then are right."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     state = _state()
     dcp.save(state, storage_writer=writer(bucket, "a"))
     rule = faults.on("GetObject", flip_reply(50), key="/data/", times=1)
@@ -204,7 +193,7 @@ def test_a_missing_object(bucket):
 
 def test_replaced_while_it_was_read(faults):
     """A checkpoint that is replaced between a load's record and its data is told from a broken one: load again."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     old, new = {"w": torch.zeros(MIB)}, {"w": torch.ones(MIB)}
     dcp.save(old, storage_writer=writer(bucket, "a"))
     gate = faults.hold("GetObject", key="/data/")
@@ -224,7 +213,7 @@ def test_replaced_while_it_was_read(faults):
 
 def test_replaced_between_record_and_manifest(faults):
     """A save that comes between a load's GETs of record and manifest costs the load nothing: it goes on with the new one."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     old, new = {"w": torch.zeros(10)}, {"w": torch.ones(10)}
     dcp.save(old, storage_writer=writer(bucket, "a"))
     gate = faults.hold("GetObject", key="manifest", nth=1)
@@ -238,7 +227,7 @@ def test_replaced_between_record_and_manifest(faults):
 
 def test_deleted_while_it_was_read(faults):
     """A checkpoint that is deleted while it is read is not called broken."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save({"w": torch.zeros(MIB)}, storage_writer=writer(bucket, "a"))
     gate = faults.hold("GetObject", key="/data/")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -259,7 +248,7 @@ def test_a_record_that_leads_elsewhere(faults, path):
     """A record whose objects lie outside of its checkpoint is refused, and nothing there is asked for."""
     from dcp_s3._checkpoint import metadata as record_format
 
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save({"w": torch.ones(3)}, storage_writer=writer(bucket, "a"))
     metadata = record_format.loads(faults.read("a/.metadata"), source="here")
     for info in metadata.storage_data.values():

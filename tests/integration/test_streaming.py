@@ -21,24 +21,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import CorruptCheckpointError
 from dcp_s3._transfer.dataplane import data_plane
-from tests.fault.server import FaultServer, FaultServerProcess, peak_in_flight
+from tests.fault.server import FaultServerProcess, peak_in_flight
+from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, bits, blank, failure_of, load, reader, wait_until, writer
-from tests.servers import Bucket, Endpoint
 from tests.support.ranks import run_ranks_ok
 
 MIB = 1 << 20
 PART = 5 * MIB
-
-
-def _bucket(server, access_key="RANK0"):
-    endpoint = Endpoint(name="scripted", endpoint_url=server.url, access_key=access_key, secret_key="secret")
-    return Bucket(endpoint=endpoint, name=server.bucket)
-
-
-@pytest.fixture
-def faults():
-    with FaultServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +70,7 @@ def test_the_first_part_is_sent_before_the_last_tensor_is_resolved(faults):
 
     releasing = threading.Thread(target=release)
     releasing.start()
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save(state, storage_writer=writer(bucket, "a", part_bytes=PART), planner=planner)
     releasing.join()
     parts = faults.requests("UploadPart")
@@ -104,7 +93,7 @@ def test_every_rank_streams():
     than the parts that may be queued and on the wire.
     """
     with FaultServerProcess(latency_s=0.01) as server:
-        buckets = [_bucket(server, f"RANK{rank}") for rank in range(2)]
+        buckets = [bucket_on(server, f"RANK{rank}") for rank in range(2)]
         times = run_ranks_ok(2, _ranks_stream, buckets, 2 * PART // 4096)
         ahead = 1 + 4 + 1  # on the wire, queued, and the one that is being filled
         for rank in range(2):
@@ -122,7 +111,7 @@ def test_contiguous_cpu_tensors_are_sent_from_where_they_lie(faults):
     """What is written into a tensor between the sending of its part's head and of its body is what the store gets: there is
     no copy. Nothing of it is charged to the budget, and the load finds that the bytes are not those of the checksum.
     """
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     weight = torch.zeros(4 * PART // 4)
     settings = {"part_bytes": 2 * PART, "checksum": "none", "max_concurrency": 3, "memory_bytes": 33 * MIB}
     gate = faults.hold("UploadPart", part=2, at="head")
@@ -182,7 +171,7 @@ def test_a_tensor_is_released_when_its_last_part_is_acknowledged(faults):
             late.release()
 
     planner = _Made(before)
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save(state, storage_writer=writer(bucket, "a", part_bytes=PART), planner=planner)
     # the 8th part holds the end of one tensor and the beginning of the next; the last part is still open
     assert seen["living"] == ["t06", "t07", "t10"]
@@ -239,7 +228,7 @@ def test_memory_is_bounded_whatever_the_size(faults_process, shape):
     """
     limit = 64 * MIB
     (((saving, saved), (loading, loaded)),) = run_ranks_ok(
-        1, _saved_and_loaded, _bucket(faults_process), shape, limit, backend=None, timeout_s=110
+        1, _saved_and_loaded, bucket_on(faults_process), shape, limit, backend=None, timeout_s=110
     )
     print(
         f"{shape}: save {saving:.1f} MiB, load {loading:.1f} MiB; of the budget {saved / MIB:.1f}, {loaded / MIB:.1f}"
@@ -257,7 +246,7 @@ def test_a_load_lets_go_of_its_destination(faults):
     """When a load is over nothing of the package holds the memory that it was received into: not the connections that are kept,
     and no cycle that only a garbage collection would find.
     """
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save({"w": torch.ones(5 * MIB), "v": torch.ones(40_000)}, storage_writer=writer(bucket, "a"))
     memory = [np.zeros(5 * MIB, dtype=np.float32), np.zeros(40_000, dtype=np.float32)]
     template = {"w": torch.from_numpy(memory[0]), "v": torch.from_numpy(memory[1])}
@@ -277,7 +266,7 @@ def test_a_load_lets_go_of_its_destination(faults):
 
 def test_two_saves_share_one_budget(faults):
     """Two saves at once, of tensors that have to be copied, stay under the one limit of their process."""
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     settings = {"memory_bytes": 48 * MIB, "part_bytes": PART}
     plane = data_plane(bucket.endpoint.config(**settings))
     faults.configure(latency_s=0.02)
@@ -322,7 +311,7 @@ def test_strided_tensors_of_every_dtype(faults):
         "neg": conj.imag,
         "channels": torch.rand(2, 64, 70, 70).to(memory_format=torch.channels_last),
     }
-    bucket = _bucket(faults)
+    bucket = bucket_on(faults)
     dcp.save(state, storage_writer=writer(bucket, "a"))
     loaded = load(bucket, "a", blank(state))
     for name, tensor in state.items():

@@ -182,6 +182,12 @@ def test_behind_a_fork():
         """
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "parent done\n", "")
     assert time.monotonic() - started < 20

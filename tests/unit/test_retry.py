@@ -36,8 +36,8 @@ class Failing:
 def run(how: str, function: Failing, policy: RetryPolicy = POLICY, **options: object) -> int:
     """Call through the blocking or the asyncio form."""
     if how == "call":
-        return retry.call(function, policy, **options)  # type: ignore[arg-type]
-    return asyncio.run(retry.acall(function.coroutine, policy, **options))  # type: ignore[arg-type]
+        return retry.call(function, policy, **options)
+    return asyncio.run(retry.acall(function.coroutine, policy, **options))
 
 
 both = pytest.mark.parametrize("how", ["call", "acall"])
@@ -115,7 +115,7 @@ def test_the_deadline_ends_the_tries(how: str):
             )
             for _ in range(9)
         )
-    )  # type: ignore[arg-type]
+    )
     policy = RetryPolicy(max_attempts=100, initial_wait_s=0, max_wait_s=0)
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"deadline of 0.5 s.*busy") as caught:

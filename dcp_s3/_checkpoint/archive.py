@@ -1,0 +1,97 @@
+"""Says, before a record is unpacked, whether what its zip directory promises fits into the record.
+
+``torch.save`` writes zip archives and never compresses; whoever reads one allocates what the directory says. A record that
+somebody else made could promise a thousand times its size (a compressed entry), or name the same bytes many times.
+
+Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.12 to 4.3.16 (the directory and its end).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from dcp_s3.errors import CorruptCheckpointError
+
+__all__ = ["check_archive"]
+
+_END: Final = struct.Struct("<4s4H2LH")
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR: Final = struct.Struct("<4sLQL")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_IN_EXTRA: Final = 0xFFFFFFFF
+"""A size that stands in the entry's extra field, since it takes more than 32 bits."""
+
+
+def check_archive(data: memoryview, *, source: str) -> None:
+    """Check a ``torch.save`` archive's directory.
+
+    Exactly the layout that is written is let through (directory, its end, nothing behind), so that no two readers can take
+    another place for the directory.
+
+    Args:
+        data: The whole record, bytes.
+        source: What it is, for the message.
+
+    Raises:
+        CorruptCheckpointError: An entry is compressed, the entries together are larger than the record, or the directory is
+            not where ``torch.save`` puts it.
+    """
+    try:
+        total = sum(_sizes(data))
+    except (struct.error, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{source} holds a damaged record: its zip directory is broken ({error})"
+        ) from None
+    if total > len(data):
+        raise CorruptCheckpointError(
+            f"{source} holds a record of {len(data)} bytes that claims to unpack to {total}: no torch.save wrote it"
+        )
+
+
+def _sizes(data: memoryview) -> list[int]:
+    end = len(data) - _END.size
+    signature, _, _, _, count, size, start, comment = _END.unpack_from(data, max(end, 0))
+    if signature != b"PK\x05\x06" or comment:
+        raise ValueError("no end at the end")
+    locator = end - _LOCATOR.size
+    if locator >= 0 and bytes(data[locator : locator + 4]) == b"PK\x06\x07":
+        end = locator - _END64.size
+        if end < 0 or _LOCATOR.unpack_from(data, locator)[2] != end:
+            raise ValueError("its end lies elsewhere")
+        signature, _, _, _, _, _, _, count, size, start = _END64.unpack_from(data, end)
+        if signature != b"PK\x06\x06":
+            raise ValueError("no end of 64 bits")
+    if start + size != end:
+        raise ValueError(f"its {size} bytes from {start} do not reach its end at {end}")
+    sizes = []
+    position = start
+    for _ in range(count):
+        head = _ENTRY.unpack_from(data[:end], position)
+        signature, method = head[0], head[4]
+        packed, unpacked, name, extra, remark = head[8:13]
+        if signature != b"PK\x01\x02":
+            raise ValueError("no entry where one should be")
+        if method:
+            raise ValueError("a compressed entry")
+        position += _ENTRY.size + name
+        if unpacked == _IN_EXTRA:
+            unpacked = _in_extra(data[position : position + extra])
+        elif packed != unpacked:
+            raise ValueError("an entry of two sizes")
+        sizes.append(unpacked)
+        position += extra + remark
+    if position != end:
+        raise ValueError("its entries do not fill it")
+    return sizes
+
+
+def _in_extra(extra: memoryview) -> int:
+    """The unpacked size, of 64 bits, is the first value of the extra field with the number 1."""
+    position = 0
+    while position < len(extra):
+        number, length = struct.unpack_from("<2H", extra, position)
+        if number == 1:
+            return int(struct.unpack_from("<Q", extra[: position + 4 + length], position + 4)[0])
+        position += 4 + length
+    raise ValueError("a size that is not there")

@@ -1,0 +1,204 @@
+"""A store that says yes and keeps something else: found before the commit where it can be seen, and at load and verify always."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import CheckpointNotFoundError, CorruptCheckpointError, DcpS3Error, S3StorageReader, S3StorageWriter, verify
+from tests.fault.conftest import config_of
+from tests.fault.server import Action, FaultServer, flip_stored, lose_stored, truncate_stored
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+PART = 5 * MIB
+URL = "s3://bucket/run"
+BIG = 3_000_000
+"""Elements of a tensor, 12 MB: it goes up in parts. A tensor of 1,000 goes up in one request."""
+
+WHAT = {
+    "part": ("UploadPart", "/data/", BIG),
+    "object": ("PutObject", "/data/", 1000),
+    "manifest": ("PutObject", "manifest", 1000),
+    "record": ("PutObject", r"\.metadata$", 1000),
+}
+SEEN_BEFORE_COMMIT = {(what, damage) for what in ("part", "object", "manifest") for damage in ("truncate", "lose")}
+"""HEAD shows the size of what lies there before the commit."""
+
+
+def _damage(kind: str, at: int) -> Action:
+    return {"flip": flip_stored(at), "truncate": truncate_stored(at), "lose": lose_stored()}[kind]
+
+
+def _save(s3: FaultServer, state: dict[str, Any], path: str = "run", **settings: Any) -> BaseException | None:
+    """Save; return what it failed of."""
+    writer = S3StorageWriter(f"s3://bucket/{path}", config=config_of(s3, part_bytes=PART, **settings))
+    try:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    except dcp.CheckpointException as failed:
+        error: BaseException = failed.failures[0][0]
+        return error
+    return None
+
+
+def _load(s3: FaultServer, template: dict[str, Any], path: str = "run") -> BaseException | None:
+    """Load; return what it failed of."""
+    reader = S3StorageReader(f"s3://bucket/{path}", config=config_of(s3))
+    try:
+        dcp.load(template, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as failed:
+        error: BaseException = failed.failures[0][0]
+        return error
+    return None
+
+
+def _finds(s3: FaultServer, *, deep: bool = True) -> tuple[str, ...]:
+    return verify(URL, deep=deep, config=config_of(s3)).problems
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "lose"])
+@pytest.mark.parametrize("what", WHAT)
+def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, damage: str, allowed: set[str]):
+    """The store acknowledges a part, an object, the manifest or the record, and flips a bit of it, cuts it, or loses it. Where
+    the size shows it nothing is committed, and the checkpoint before is whole; else the load and `verify` both say so.
+    """
+    allowed.add("open-upload")
+    operation, key, elements = WHAT[what]
+    state = {"w": torch.arange(elements, dtype=torch.float32)}
+    before = {"w": torch.full((10,), 5.0)}
+    assert _save(plain_s3, before) is None
+    rule = plain_s3.on(operation, _damage(damage, 3000 if what in ("part", "object") else 300), key=key, times=1)
+    failed = _save(plain_s3, state)
+    assert rule.fired == 1
+    plain_s3.clear(log=False, state=False)
+    if (what, damage) in SEEN_BEFORE_COMMIT:
+        assert isinstance(failed, DcpS3Error), failed
+        assert failed.key is not None
+        assert ("manifest" if what == "manifest" else "/data/") in failed.key
+        template = {"w": torch.zeros(10)}
+        assert _load(plain_s3, template) is None
+        assert torch.equal(template["w"], before["w"])
+        assert _finds(plain_s3) == ()
+        return
+    assert failed is None
+    loading = _load(plain_s3, {"w": torch.zeros(elements)})
+    assert loading is not None
+    assert "s3://bucket/run" in str(loading)
+    if what in ("part", "object"):
+        assert isinstance(loading, CorruptCheckpointError)
+    else:  # DCP puts what read_metadata raises into an AssertionError of its own, by its text
+        assert "metadata read failed" in str(loading)
+    if (what, damage) == ("record", "lose"):  # an empty record is none
+        with pytest.raises(CheckpointNotFoundError):
+            _finds(plain_s3)
+        return
+    problems = _finds(plain_s3)
+    assert problems
+    assert all("s3://bucket/run" in text for text in problems)
+
+
+@pytest.mark.parametrize("where", [0, 700, -1], ids=["first", "inside", "last"])
+def test_every_place_of_a_part(plain_s3: FaultServer, where: int):
+    """A bit that flips in the first, an inner or the last byte of any part is found by `verify`, which names the part."""
+    state = {"w": torch.arange(BIG, dtype=torch.float32)}
+    for part in (1, 2, 3):
+        plain_s3.clear()
+        plain_s3.on("UploadPart", flip_stored(where), part=part)
+        assert _save(plain_s3, state) is None
+        problems = _finds(plain_s3)
+        assert len(problems) == 1
+        assert f"part {part} (bytes {(part - 1) * PART}-" in problems[0]
+        assert "concerns w" in problems[0]
+        assert _finds(plain_s3, deep=False) == ()  # without reading the bytes nobody can know
+
+
+@pytest.mark.parametrize("checksum", ["verify", "ignore"])
+def test_a_body_spoiled_on_its_way_up(plain_s3: FaultServer, monkeypatch: pytest.MonkeyPatch, checksum: str):
+    """Bytes that change between memory and store: a store that checks CRC32C refuses the part and gets it again, whole; with one
+    that does not check, the load finds it.
+    """
+    from dcp_s3._transfer import payload
+
+    plain_s3.configure(checksum=checksum)
+    spoiled = []
+    plain = payload.ViewsPayload.write_with_length
+
+    async def write_with_length(self: payload.ViewsPayload, writer: Any, *args: Any) -> None:
+        views = self._views
+        if not spoiled and sum(map(len, views)) > MIB:
+            spoiled.append(1)
+            wrong = bytearray(b"".join(views))
+            wrong[1000] ^= 4
+            self._views = [memoryview(wrong)]
+            try:
+                await plain(self, writer, *args)
+            finally:
+                self._views = views
+        else:
+            await plain(self, writer, *args)
+
+    monkeypatch.setattr(payload.ViewsPayload, "write_with_length", write_with_length)
+    state = {"w": torch.arange(BIG, dtype=torch.float32)}
+    assert _save(plain_s3, state) is None
+    assert spoiled == [1]
+    template = {"w": torch.zeros(BIG)}
+    failed = _load(plain_s3, template)
+    if checksum == "verify":
+        assert failed is None
+        assert torch.equal(template["w"], state["w"])
+        assert _finds(plain_s3) == ()
+    else:
+        assert isinstance(failed, CorruptCheckpointError)
+        assert len(_finds(plain_s3)) == 1
+
+
+LATER: dict[str, Callable[[FaultServer, str], None]] = {
+    "flip": lambda s3, key: s3.tamper(key, "flip", 100),
+    "truncate": lambda s3, key: s3.tamper(key, "truncate", 100),
+    "empty": lambda s3, key: s3.tamper(key, "lose"),
+    "delete": lambda s3, key: s3.delete(key),
+}
+
+
+def test_verify_needs_no_torch(plain_s3: FaultServer):
+    """The tool finds each damage of each kind of object that a committed checkpoint has, in a process that never imports torch."""
+    state = {"w": torch.arange(BIG, dtype=torch.float32)}
+    cases = {}
+    for what in ("/data/", "manifest-", ".metadata"):
+        for damage, spoil in LATER.items():
+            if what == ".metadata" and damage in ("empty", "delete"):
+                continue  # then there is no checkpoint
+            path = f"run/{len(cases)}"
+            assert _save(plain_s3, state, path) is None
+            (key,) = [key for key in plain_s3.objects(path + "/") if what in key]
+            spoil(plain_s3, key)
+            cases[f"s3://bucket/{path}"] = f"{damage} {what}"
+    assert _save(plain_s3, state, "run/whole") is None
+    script = """
+import sys
+from dcp_s3 import S3Config, verify
+config = S3Config(endpoint_url=sys.argv[1], access_key_id="A", secret_access_key="secret")
+for url in sys.argv[2:]:
+    print(len(verify(url, deep=True, config=config).problems))
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, plain_s3.url, *cases, "s3://bucket/run/whole"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = dict(zip(cases.values(), map(int, done.stdout.split()), strict=False))
+    assert len(counts) == 10
+    assert all(counts.values()), counts
+    assert done.stdout.split()[-1] == "0"

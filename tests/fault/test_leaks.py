@@ -1,0 +1,150 @@
+"""Leaks: many background saves against a store that fails at random leave memory, threads, sockets and uploads as they were.
+
+``DCP_S3_FULL=1`` runs 200 saves of 32 MiB, as ``scripts/soak`` does; else 40 of 8 MiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import os
+import statistics
+import threading
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import RetryPolicy, S3Config, S3StorageReader, S3StorageWriter, collect_garbage, list_checkpoints, verify
+from dcp_s3._transfer.portal import portal
+from tests.fault.server import FaultServerProcess, drop_reply, error, reset
+from tests.support.ranks import run_ranks_ok
+
+MIB = 1 << 20
+SAVES, SAVE_MIB = (200, 32) if os.environ.get("DCP_S3_FULL") else (40, 8)
+WARM_UP = 10
+FAILING = 0.05
+"""Share of the requests that the store fails."""
+SLOPE_MIB = 0.5
+
+
+@dataclasses.dataclass
+class Held:
+    """What a process holds after a save and a load."""
+
+    rss_mib: float
+    threads: int
+    fds: int
+    sockets: int
+    tasks: int
+
+
+def _config(url: str) -> S3Config:
+    return S3Config(
+        endpoint_url=url,
+        access_key_id="RANK0",
+        secret_access_key="secret",
+        part_bytes=5 * MIB,
+        retry=RetryPolicy(max_attempts=12, initial_wait_s=0.01, max_wait_s=0.05),
+    )
+
+
+async def _tasks() -> int:
+    return len(asyncio.all_tasks()) - 1
+
+
+def _held() -> Held:
+    gc.collect()
+    process = psutil.Process()
+    return Held(
+        rss_mib=process.memory_info().rss / MIB,
+        threads=threading.active_count(),
+        fds=process.num_fds(),
+        sockets=len(process.net_connections()),
+        tasks=portal().submit(_tasks()).result(30),
+    )
+
+
+def _saves(rank: int, url: str, count: int, nbytes: int) -> list[Held]:
+    """Save in the background `count` times, over two places in turn, and load each. Runs in a process of its own."""
+    config = _config(url)
+    writer = S3StorageWriter("s3://bucket/run", config=config)
+    state = {f"t{n}": torch.zeros(nbytes // 16) for n in range(4)} | {"step": -1}
+    template = {name: torch.zeros(nbytes // 16) for name in state if name != "step"} | {"step": -1}
+    held = []
+    for number in range(count):
+        for n in range(4):
+            state[f"t{n}"].fill_(number * 4 + n)
+        state["step"] = number
+        place = "ab"[number % 2]
+        future = dcp.async_save(state, checkpoint_id=place, storage_writer=writer, no_dist=True)
+        for n in range(4):
+            state[f"t{n}"].fill_(-1.0)  # what training does next
+        future.result(timeout=120)
+        dcp.load(template, storage_reader=S3StorageReader(f"s3://bucket/run/{place}", config=config), no_dist=True)
+        assert template["step"] == number
+        for n in range(4):
+            assert torch.equal(template[f"t{n}"], torch.full_like(template[f"t{n}"], float(number * 4 + n))), number
+        del future
+        held.append(_held())
+    return held
+
+
+def slope(values: list[float]) -> float:
+    """By how much a series grows per step: the median of the slopes of all pairs, which no single peak moves."""
+    pairs = itertools.combinations(enumerate(values), 2)
+    return statistics.median((later - earlier) / (j - i) for (i, earlier), (j, later) in pairs)
+
+
+@pytest.fixture
+def failing_store() -> Any:
+    """A store at which 5 % of all requests fail: refused before, broken off, or done without a reply."""
+    with FaultServerProcess(min_part_bytes=0, seed=20_240_901) as running:
+        share = 1 - (1 - FAILING) ** (1 / 5)
+        for fault in (
+            error(503, "SlowDown"),
+            error(500, "InternalError"),
+            error(500, "InternalError", at="reply"),
+            reset("body", 1000),
+            drop_reply(),
+        ):
+            running.on("*", fault, probability=share)
+        yield running
+
+
+def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_property: Any):
+    """With 5 % of the requests failing every save commits and loads bit for bit; resident memory grows by less than 0.5 MiB per
+    save, threads, tasks, sockets and file descriptors do not, no upload stays open, and two checkpoints' objects are left.
+    """
+    (held,) = run_ranks_ok(1, _saves, failing_store.url, SAVES, SAVE_MIB * MIB, timeout_s=10 * SAVES + 60, backend=None)
+    log = failing_store.log
+    failed = sum(1 for record in log if record.rules)
+    assert failed > 0.03 * len(log), "the store failed too rarely for this to mean anything"
+    steady = held[WARM_UP:]
+    growth = slope([one.rss_mib for one in steady])
+    record_property("saves", len(held))
+    record_property("requests", len(log))
+    record_property("requests_failed", failed)
+    record_property("rss_slope_mib_per_save", round(growth, 3))
+    print(f"{len(held)} saves of {SAVE_MIB} MiB, {failed} of {len(log)} requests failed, {growth:.3f} MiB per save")
+    assert growth < SLOPE_MIB, [round(one.rss_mib, 1) for one in held]
+    assert {one.threads for one in steady} == {steady[0].threads}
+    assert {one.tasks for one in steady} == {0}
+    for name in ("sockets", "fds"):  # a connection that the store broke is opened again, so they move within bounds
+        counts = [float(getattr(one, name)) for one in steady]
+        assert slope(counts) < 0.05, (name, counts)
+        assert counts[-1] <= counts[0] + 16, (name, counts)
+    assert failing_store.uploads() == {}
+
+    failing_store.clear(log=False, state=False)
+    config = _config(failing_store.url)
+    collect_garbage("s3://bucket/run", dry_run=False, older_than_s=0, config=config, no_writer_runs=True)
+    found = list_checkpoints("s3://bucket/run", config=config)
+    assert [info.state for info in found] == ["complete", "complete"]
+    assert all(verify(info.url, deep=True, config=config).ok for info in found)
+    expected = sum(info.objects + 2 for info in found)  # and the record, and the manifest
+    assert len(failing_store.objects("run/")) == expected

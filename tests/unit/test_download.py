@@ -1,0 +1,155 @@
+"""Many reads at once, with a store that is a dictionary: order, memory, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_s3 import CorruptCheckpointError, DeadlineExceededError, S3Config, StorageError
+from dcp_s3._transfer.budget import ByteBudget
+from dcp_s3._transfer.dataplane import Job, check_same
+from dcp_s3._transfer.download import Downloader, RangeRead
+from dcp_s3._transfer.payload import Progress
+from dcp_s3._transfer.receive import Sink
+from dcp_s3._transfer.retry import Counter, Deadline
+
+BODY = bytes(n * 31 % 251 for n in range(5000))
+
+
+class Store:
+    """Stands in for a DataPlane: gives bytes of one body, and fails or waits where the test says."""
+
+    def __init__(self, *, limit: int = 10_000, concurrency: int = 4, fail_at: int | None = None) -> None:
+        self.config = S3Config(max_concurrency=concurrency, stall_limit_s=0.3)
+        self.budget = ByteBudget(limit)
+        self.fail_at = fail_at
+        self.begun: list[int] = []
+        self.running = self.most = 0
+        self.etag = '"1"'
+
+    async def get_range(self, job: Job, key: str, start: int, sink: Sink, *, etag: str | None = None) -> str:
+        self.begun.append(start)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0.001 * (start % 7))
+            if start == self.fail_at:
+                raise StorageError("no").with_context(key=key)
+            if start == -1:
+                await asyncio.sleep(60)
+            sink.rewind()
+            sink.feed(memoryview(BODY)[start : start + sink.length])
+        finally:
+            self.running -= 1
+        return self.etag
+
+
+def downloader(store: Store, *, deadline_s: float = 20) -> Downloader[int]:
+    plane: Any = store
+    return Downloader(plane, Job("b", Deadline(deadline_s), Counter(), Progress(), 1))
+
+
+def read(start: int, length: int, into: bytearray, *, scratch: int = 0) -> RangeRead[int]:
+    return RangeRead("k", start, length, scratch=scratch, pieces=lambda: [memoryview(into)], about=start)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 900), st.integers(0, 1500)), max_size=25),
+    st.integers(1, 6),
+    st.integers(1000, 4000),
+)
+def test_any_reads(plan: list[tuple[int, int, int]], concurrency: int, limit: int):
+    """Every read is yielded once, with its bytes; they begin in order; memory and concurrency stay within bounds."""
+    store = Store(limit=limit, concurrency=concurrency)
+    targets = [bytearray(length) for _, length, _ in plan]
+    reads = [
+        read(start, length, target, scratch=scratch)
+        for (start, length, scratch), target in zip(plan, targets, strict=True)
+    ]
+    seen = []
+    for done in downloader(store).run(reads):
+        seen.append(done)
+        assert store.budget.held <= max(limit, 1500)
+    assert len(seen) == len(set(seen)) == len(reads)
+    assert store.begun == [start for start, _, _ in plan]
+    assert store.most <= 2 * concurrency
+    assert store.budget.held == 0
+    for (start, length, _), target in zip(plan, targets, strict=True):
+        assert bytes(target) == BODY[start : start + length]
+
+
+def test_memory_is_made_when_it_is_needed():
+    """The destination of a read is allocated when its turn comes, not when the plan is made."""
+    store = Store(limit=1000)
+    made: list[int] = []
+
+    def pieces(number: int) -> list[memoryview]:
+        made.append(number)
+        return [memoryview(bytearray(10))]
+
+    reads: list[RangeRead[int]] = [
+        RangeRead("k", n, 10, scratch=400, pieces=lambda n=n: pieces(n), about=n) for n in range(10)
+    ]
+    running = downloader(store).run(reads)
+    first = next(running)
+    assert len(made) == 2
+    assert first.pieces
+    next(running)
+    assert not first.pieces
+    running.close()
+    assert store.budget.held == 0
+
+
+@pytest.mark.parametrize("fail_at", [0, 10, 200, 490])
+def test_a_failure(fail_at: int):
+    """The first failure is raised; all memory is given back; nothing runs any more."""
+    store = Store(fail_at=fail_at)
+    reads = [read(start, 10, bytearray(10), scratch=100) for start in range(0, 500, 10)]
+    with pytest.raises(StorageError, match="no"):
+        list(downloader(store).run(reads))
+    assert (store.budget.held, store.running) == (0, 0)
+
+
+def test_again():
+    """A read that is asked for again is received into the same memory, and counts its tries."""
+    store = Store()
+    target = bytearray(10)
+    loading = downloader(store)
+    tries = []
+    for done in loading.run([read(5, 10, target, scratch=50)]):
+        tries.append((done.tries, bytes(target)))
+        if done.tries < 3:
+            target[:] = bytes(10)
+            loading.again(done)
+    assert tries == [(n, BODY[5:15]) for n in (1, 2, 3)]
+    assert (store.budget.held, store.budget.peak) == (0, 50)
+
+
+def test_the_bounds_of_time():
+    """A read that never ends is given up at the stall limit or the deadline, whichever is first."""
+    for deadline_s, text in ((20.0, "stall_limit_s"), (0.1, "deadline of 0.1 s")):
+        store = Store()
+        with pytest.raises(DeadlineExceededError, match=text):
+            list(downloader(store, deadline_s=deadline_s).run([read(-1, 10, bytearray(10), scratch=7)]))
+        assert (store.budget.held, store.running) == (0, 0)
+
+
+def test_two_objects_under_one_key():
+    """Ranges of one key with different ETags are an error, also when they set out together; quotes do not count."""
+    etags = iter(['"1"', "1", '"2"'])
+
+    class Changing(Store):
+        async def get_range(self, *args: Any, **options: Any) -> str:
+            await super().get_range(*args, **options)
+            return next(etags)
+
+    store = Changing(concurrency=8)
+    with pytest.raises(CorruptCheckpointError, match=r'ETag "2", was .?1') as caught:
+        list(downloader(store).run([read(n, 10, bytearray(10)) for n in (0, 7, 14)]))
+    assert (caught.value.key, caught.value.bucket, caught.value.rank) == ("k", "b", 1)
+    check_same('"a"', "a")
