@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from benchmarks.runner import Results
 
 S3_PEERS = ("s3torchconnector", "s3torchconnector-4", "fsspec-s3fs", "torch.save-boto3", "multi-storage-client")
+DCP_PEERS = tuple(name for name in S3_PEERS if name != "torch.save-boto3")
+"""Those that save through torch.distributed.checkpoint, and pay for its planning as we do."""
 OURS = "dcp_s3"
 
 
@@ -59,9 +61,9 @@ class _Figures:
     def series(self, case: str, subject: str, key: str) -> list[float]:
         return [values[key] for values in self._results.values(case, subject) if key in values]
 
-    def best(self, case: str, key: str) -> str | None:
-        """The S3 peer with the lowest median."""
-        measured = {name: found for name in S3_PEERS if (found := self.series(case, name, key))}
+    def best(self, case: str, key: str, peers: tuple[str, ...] = S3_PEERS) -> str | None:
+        """The peer with the lowest median."""
+        measured = {name: found for name in peers if (found := self.series(case, name, key))}
         return min(measured, key=lambda name: statistics.median(measured[name])) if measured else None
 
     def absolute(self, name: str, case: str, key: str, limit: float, unit: str) -> None:
@@ -185,9 +187,9 @@ def figures(results: Results) -> list[Figure]:
     f.absolute("step during a save at 0.3 GiB/s, process: mean slow-down", "paced-process", "mean_slowdown", 1.05, "x")
     for way in ("save", "load"):
         key = f"{way}_wall_s"
-        f.ratio(
-            f"{way}, small: wall against the best S3 peer", ("small", key), ("small", f.best("small", key), key), 0.5
-        )
+        for peers, text in ((S3_PEERS, "the best S3 peer"), (DCP_PEERS, "the best S3 peer that uses DCP")):
+            theirs = ("small", f.best("small", key, peers), key)
+            f.ratio(f"{way}, small: wall against {text}", ("small", key), theirs, 0.5)
     stream = ("latency", "torch.save-put", "save_wall_s")
     f.ratio(
         "slow connections: write throughput against torch.save and one PutObject",

@@ -206,10 +206,13 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
         )
         return 0
     keys = [url.key(entry.key) for entry in manifest.objects]
-    with ThreadPoolExecutor(
-        max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete"
-    ) as pool:
-        failures = sum(pool.map(lambda key: _delete(store, key), keys))
+    try:
+        with ThreadPoolExecutor(
+            max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete"
+        ) as pool:
+            failures = sum(pool.map(lambda key: _delete(store, key), keys))
+    except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
+        failures = sum(_delete(store, key) for key in keys)
     return failures + (_delete(store, name) if not failures else 0)
 
 

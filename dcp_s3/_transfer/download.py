@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import queue
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from dcp_s3._transfer.dataplane import check_same
 from dcp_s3._transfer.portal import Work, portal
@@ -121,14 +122,18 @@ class Downloader(Generic[T]):
         work = portal().submit(self._receive(read))
         self._running.add(work)
 
-        def ended(_: concurrent.futures.Future[Any]) -> None:
-            self._ended.put((read, work))
+        # the future is handed to its callback: one that named it would be a cycle, and keep the bytes until a collection
+        work.add_done_callback(functools.partial(self._note, read))
 
-        work.add_done_callback(ended)
+    def _note(self, read: RangeRead[T], work: concurrent.futures.Future[Any]) -> None:
+        self._ended.put((read, cast("Work[Any]", work)))
 
     async def _receive(self, read: RangeRead[T]) -> None:
         sink = Sink(read.pieces, self._job.progress)
-        etag = await self._plane.get_range(self._job, read.key, read.start, sink, etag=self._etags.get(read.key))
+        try:
+            etag = await self._plane.get_range(self._job, read.key, read.start, sink, etag=self._etags.get(read.key))
+        finally:
+            sink.forget()
         try:
             check_same(self._etags.setdefault(read.key, etag), etag)  # ranges that set out together knew none
         except CorruptCheckpointError as error:

@@ -8,11 +8,12 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -40,6 +41,7 @@ class Work(concurrent.futures.Future[T]):
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[T]) -> None:
+        self._task = None  # no cycle: what the coroutine held is free when the future is
         if task.cancelled():
             self.set_exception(concurrent.futures.CancelledError())
         elif (error := task.exception()) is not None:
@@ -65,7 +67,7 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
     background save, which may need a call yet.
     """
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         """Start a call."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 

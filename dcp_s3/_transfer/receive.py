@@ -44,6 +44,10 @@ class Sink:
         """Start again at the first byte."""
         self._index = self._offset = self.filled = 0
 
+    def forget(self) -> None:
+        """Let go of the pieces. A connection keeps the context of the request that opened it, and so its sink."""
+        self._pieces = []
+
     def buffer(self) -> memoryview:
         """The place of the next byte; never empty while bytes are missing."""
         piece = self._pieces[self._index]

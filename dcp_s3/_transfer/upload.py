@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from dcp_s3._transfer.checksum import combine, crc32c
 from dcp_s3._transfer.plan import MAX_PARTS
@@ -235,23 +236,20 @@ class ObjectUpload:
         with self._changed:
             self._pending.add(future)
 
-        def done(_: concurrent.futures.Future[Any]) -> None:
-            if part is not None:
-                self._release(part)
-                self._room.release()
-            with self._changed:
-                self._pending.discard(future)
-                error = future.exception()
-                if (
-                    error is not None
-                    and self._failure is None
-                    and not isinstance(error, concurrent.futures.CancelledError)
-                ):
-                    self._failure = error
-                self._changed.notify_all()
-
-        future.add_done_callback(done)
+        # the future is handed to its callback: one that named it would be a cycle, and keep the part until a collection
+        future.add_done_callback(functools.partial(self._ended, part))
         return future
+
+    def _ended(self, part: _Part | None, future: concurrent.futures.Future[Any]) -> None:
+        if part is not None:
+            self._release(part)
+            self._room.release()
+        with self._changed:
+            self._pending.discard(cast("Work[Any]", future))
+            error = future.exception()
+            if error is not None and self._failure is None and not isinstance(error, concurrent.futures.CancelledError):
+                self._failure = error
+            self._changed.notify_all()
 
     def _release(self, part: _Part) -> None:
         part.views.clear()

@@ -22,7 +22,7 @@ COUNTS = {
     (0, "CreateMultipartUpload"): 1,
     (0, "UploadPart"): 2,
     (0, "CompleteMultipartUpload"): 1,
-    (0, "HeadObject"): 1,
+    (0, "HeadObject"): 2,
     (0, "PutObject"): 6,
     (0, "DeleteObject"): 3,
     (1, "CreateMultipartUpload"): 1,
@@ -39,8 +39,9 @@ ALL = [Point(rank, operation, n + 1) for (rank, operation), count in COUNTS.item
 OF_EACH_KIND = [
     point
     for point in ALL
-    if point.ordinal == 1 or point in (MANIFEST, RECORD, *CLEARING - {Point(0, "DeleteObject", n) for n in (2, 3)})
+    if point.ordinal == 1 or point in (Point(0, "HeadObject", 2), MANIFEST, RECORD, Point(0, "GetObject", 2))
 ]
+"""HEAD 2 looks at the manifest, PUT 1 begins the probe of the store's conditions."""
 POINTS = ALL if FULL else OF_EACH_KIND
 
 Trial = tuple[Point, str, str]
@@ -111,13 +112,12 @@ def without_rules(store: FaultServerProcess) -> Iterator[None]:
 def test_the_requests_of_the_job(replacing: Job):
     """The list of requests that the matrix goes through is what the job sends."""
     outcome = replacing.run()
+    replacing.check(outcome)
     assert outcome.saved
     points = points_of(outcome.log)
     assert sorted(map(str, points)) == sorted(map(str, ALL))
-    assert sum(point.rank == 0 for point in points) == 16
     zero = [point for point in points if point.rank == 0]
     assert set(zero[zero.index(RECORD) + 1 :]) == CLEARING
-    replacing.check(outcome)
 
 
 @pytest.mark.parametrize("point, stage, victims", KILLS, ids=name_of)
@@ -125,9 +125,10 @@ def test_killed_while_it_replaces(replacing: Job, point: Point, stage: str, vict
     """kill -9: what loads is the new checkpoint exactly if its record was put, else the old one; gc leaves nothing else."""
     before = replacing.value
     outcome = replacing.kill_at(point, stage, victims)
-    assert not outcome.saved
     replacing.check(outcome)
-    if victims == "job":
+    if stage != "sent":  # behind the reply a job goes on until the signal arrives
+        assert not outcome.saved
+    if victims == "job" and stage != "sent":
         done = point in CLEARING or (point == RECORD and stage != "handle")
         assert (replacing.value != before) is done
 
@@ -137,7 +138,8 @@ def test_killed_while_it_saves_for_the_first_time(first: Job, point: Point, stag
     """kill -9 where there was no checkpoint: the new one is there, or a clear "not found", and gc leaves an empty bucket."""
     outcome = first.kill_at(point, stage, victims)
     first.check(outcome)
-    assert first.value == (1 if point == RECORD and stage != "handle" else None)
+    if stage != "sent" or point == RECORD:
+        assert first.value == (1 if point == RECORD and stage != "handle" else None)
     assert bool(first.live()) is (first.value is not None)
 
 

@@ -74,7 +74,12 @@ def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, dam
     state = {"w": torch.arange(elements, dtype=torch.float32)}
     before = {"w": torch.full((10,), 5.0)}
     assert _save(plain_s3, before) is None
-    rule = plain_s3.on(operation, _damage(damage, 3000 if what in ("part", "object") else 300), key=key, times=1)
+    rule = plain_s3.on(
+        operation,
+        _damage(damage, {"part": 3000, "object": 3000, "manifest": 190, "record": 300}[what]),
+        key=key,
+        times=1,
+    )
     failed = _save(plain_s3, state)
     assert rule.fired == 1
     plain_s3.clear(log=False, state=False)

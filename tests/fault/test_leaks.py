@@ -1,6 +1,6 @@
 """Leaks: many background saves against a store that fails at random leave memory, threads, sockets and uploads as they were.
 
-``DCP_S3_FULL=1`` runs 200 saves of 32 MiB, as ``scripts/soak`` does; else 40 of 8 MiB.
+``DCP_S3_TEST_FULL=1`` runs 200 saves of 32 MiB, as ``scripts/soak`` does; else 40 of 8 MiB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.fault.server import FaultServerProcess, drop_reply, error, reset
 from tests.support.ranks import run_ranks_ok
 
 MIB = 1 << 20
-SAVES, SAVE_MIB = (200, 32) if os.environ.get("DCP_S3_FULL") else (40, 8)
+SAVES, SAVE_MIB = (200, 32) if os.environ.get("DCP_S3_TEST_FULL") else (40, 8)
 WARM_UP = 10
 FAILING = 0.05
 """Share of the requests that the store fails."""

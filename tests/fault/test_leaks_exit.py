@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,8 @@ from tests.fault.conftest import config_of
 from tests.fault.server import FaultServer, delay, error, never_answer
 
 ROOT = Path(__file__).parents[2]
+FULL = bool(os.environ.get("DCP_S3_TEST_FULL"))
+"""Every variant; each starts an interpreter, which imports torch."""
 
 BEGIN = """
 import sys
@@ -57,7 +60,7 @@ def s3(http_server: FaultServer) -> FaultServer:
     return http_server
 
 
-@pytest.mark.parametrize("group", ["destroyed", "left"])
+@pytest.mark.parametrize("group", ["destroyed", "left"] if FULL else ["left"])
 def test_nothing_is_said_at_exit(s3: FaultServer, group: str):
     """A process that saved in both ways, loaded and ends says nothing: no warning, no unclosed socket, no pending task."""
     done, _ = _run(
@@ -74,20 +77,45 @@ def test_nothing_is_said_at_exit(s3: FaultServer, group: str):
     assert "run/.metadata" in s3.objects()
 
 
-@pytest.mark.parametrize("how", ["end", "sys.exit", "exception"])
+@pytest.mark.parametrize("how", ["end", "sys.exit", "exception"] if FULL else ["end", "exception"])
 def test_a_save_in_flight_is_waited_for(s3: FaultServer, how: str):
-    """A process that ends while a save is in flight, whose future it has dropped, ends when the save has committed."""
-    s3.on("UploadPart", delay(1.0))
+    """A process that ends while a save is in flight, whose future it has dropped, ends when the save has committed and has
+    deleted what it replaced.
+    """
+    s3.on("UploadPart", delay(0.5))
     endings = {"end": "pass", "sys.exit": "sys.exit(3)", "exception": "raise ZeroDivisionError"}
-    done, _ = _run(s3, f"dcp.async_save(state, storage_writer=writer)\n{endings[how]}")
+    begin = "dcp.save(state, storage_writer=writer)\ndcp.async_save(state, storage_writer=writer)\n"
+    done, _ = _run(s3, begin + endings[how])
     assert done.returncode == {"end": 0, "sys.exit": 3, "exception": 1}[how]
     if how == "exception":
         assert "ZeroDivisionError" in done.stderr
         assert "the save of" not in done.stderr
     else:
         assert done.stderr == ""
-    assert "run/.metadata" in s3.objects()
+    assert sorted(key.split("/")[1].split("-")[0] for key in s3.objects()) == [".metadata", "data", "manifest"]
+    assert len(s3.requests("PutObject", key=r"\.metadata$")) == 2
     assert s3.uploads() == {}
+
+
+@pytest.mark.parametrize("first", [True, False] if FULL else [True])
+def test_a_save_that_begins_with_the_end(s3: FaultServer, first: bool):
+    """Also a save whose first request comes when the interpreter has begun to end commits: nothing that it needs is closed."""
+    warm_up = "" if first else "dcp.save(state, storage_writer=writer)\n"
+    done, _ = _run(
+        s3,
+        warm_up
+        + """
+import concurrent.futures.thread, time
+class Late(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        while not concurrent.futures.thread._shutdown:  # until the interpreter has begun to end
+            time.sleep(0.01)
+        return super().resolve_data(write_item)
+dcp.async_save(state, storage_writer=writer, planner=Late())
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(s3.requests("PutObject", key=r"\.metadata$")) == 2 - first
 
 
 def test_the_wait_is_bounded_and_the_failure_told(s3: FaultServer):

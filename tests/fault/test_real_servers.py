@@ -19,6 +19,7 @@ from dcp_s3 import DcpS3Error, RetryPolicy, collect_garbage, verify
 from tests.integration.support import assert_same, blank, load, wait_until, writer
 from tests.servers import Bucket, CephRGW, SeaweedFS, fresh_bucket, missing_rgw_binaries, missing_seaweedfs_binaries
 
+FULL = bool(os.environ.get("DCP_S3_TEST_FULL"))
 MIB = 1 << 20
 STOPPED_S = 10.0
 SETTINGS: dict[str, Any] = {
@@ -122,29 +123,8 @@ def own_seaweedfs(tmp_path: Path) -> Any:
         yield server, bucket
 
 
-def test_ceph_whose_osd_stops(own_ceph: Bucket):
-    """Ceph's OSD is stopped for 10 s while parts are on their way, so that the gateway answers nothing: the save commits or
-    fails cleanly within its deadline, the next succeeds, and every commit loads.
-    """
-    pid = own_ceph.endpoint.osd_pid
-    assert pid is not None
-    moment = threading.Event()
-
-    def trouble(go_on: threading.Event) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            go_on.set()  # the remaining parts meet a stopped store
-            moment.wait(STOPPED_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-    _after(own_ceph, _replace_in_trouble(own_ceph, trouble))
-
-
-def test_ceph_whose_osd_stops_before_the_commit(own_ceph: Bucket):
-    """The same while the commit is on its way: the old checkpoint or the new one, and the next save succeeds."""
-    pid = own_ceph.endpoint.osd_pid
-    assert pid is not None
+def _stopped_before_the_commit(own_ceph: Bucket, pid: int) -> DcpS3Error | None:
+    """Replace the second of two checkpoints, and stop the process when the manifest is there: the commit follows."""
     moment = threading.Event()
     assert _save(own_ceph, "run/0", 0.0) is None
     assert _save(own_ceph, "run/1", 100.0) is None
@@ -165,7 +145,30 @@ def test_ceph_whose_osd_stops_before_the_commit(own_ceph: Bucket):
         template = load(own_ceph, "run/1", blank(_state(0.0)), no_dist=True)
         assert template["step"] in (100, 200)  # it may have been done, and the error says so
         failed = failed if template["step"] == 100 else None
-    _after(own_ceph, failed)
+    return failed
+
+
+@pytest.mark.parametrize("when", ["between the parts", "before the commit"] if FULL else ["between the parts"])
+def test_ceph_whose_osd_stops(own_ceph: Bucket, when: str):
+    """Ceph's OSD is stopped for 10 s while parts are on their way, or the commit, so that the gateway answers nothing: the save
+    commits or fails cleanly within its deadline, the next succeeds, and every commit loads.
+    """
+    pid = own_ceph.endpoint.osd_pid
+    assert pid is not None
+    if when == "before the commit":
+        _after(own_ceph, _stopped_before_the_commit(own_ceph, pid))
+        return
+    moment = threading.Event()
+
+    def trouble(go_on: threading.Event) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            go_on.set()  # the remaining parts meet a stopped store
+            moment.wait(STOPPED_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    _after(own_ceph, _replace_in_trouble(own_ceph, trouble))
 
 
 def test_seaweedfs_that_is_killed(own_seaweedfs: tuple[SeaweedFS, Bucket]):

@@ -14,7 +14,7 @@ from dcp_s3 import DcpS3Error, RetryPolicy, S3Config, S3StorageReader, S3Storage
 from tests.fault.server import Action, FaultServerProcess, drip, error, never_answer, never_read
 from tests.support.ranks import run_ranks_ok
 
-DEADLINE_S = 6.0
+DEADLINE_S = 5.0
 GRACE_S = 10.0
 MIB = 1 << 20
 ATTEMPTS = 3

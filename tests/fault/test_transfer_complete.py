@@ -243,7 +243,7 @@ def test_sizes_at_the_edge_of_a_part(plain_s3: FaultServer, plain_transfer: Tran
     assert receipt.size == size
     assert len(receipt.crc32c) == max(1, -(-size // PART))
     used = {r.operation for r in plain_s3.log}
-    assert used == ({"PutObject"} if size < PART else {*MULTIPART, "HeadObject"} - {"AbortMultipartUpload"})
+    assert used == {"HeadObject"} | ({"PutObject"} if size < PART else set(MULTIPART) - {"AbortMultipartUpload"})
 
 
 def test_the_caller_stops_half_way(s3: FaultServer, transfer: Transfer):
@@ -347,3 +347,12 @@ def test_two_uploads_at_once(plain_s3: FaultServer, plain_transfer: Transfer):
     for key, upload in uploads.items():
         assert upload.finish().size == len(bodies[key])
         assert plain_s3.read(key) == bodies[key]
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost"])
+def test_a_small_object_that_is_not_what_was_acknowledged(plain_s3: FaultServer, plain_transfer: Transfer, damage: str):
+    """A store that keeps fewer bytes than it acknowledged, or none, is found out by HEAD: an error, no receipt."""
+    plain_s3.on("PutObject", truncate_stored(7) if damage == "cut" else lose_stored())
+    with pytest.raises(StorageError, match="has 7 bytes, not 250000" if damage == "cut" else "is not there") as caught:
+        plain_transfer.send(BODY, part_bytes=len(BODY) + 1)
+    assert (caught.value.key, caught.value.operation, caught.value.rank) == (KEY, "PutObject", 3)

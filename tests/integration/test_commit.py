@@ -351,7 +351,7 @@ def test_a_real_store_that_wants_bare_etags(ceph_rgw):
 def _three_ranks(rank, buckets):
     mesh = init_device_mesh("cpu", (3,))
     for value in (1, 2):
-        whole = torch.full((3 * 2816, 1024), float(value))
+        whole = torch.full((3 * 1408, 1024), float(value))
         state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": value}
         dcp.save(state, storage_writer=writer(buckets[rank], "a", part_bytes=5 << 20))
 
@@ -361,7 +361,7 @@ def test_what_a_record_names_is_there():
     is slow: polled during a first save and a replacing one, in which also the old record's objects are there as long as it is.
     """
     with FaultServerProcess() as server:
-        server.on("UploadPart", delay(0.7), access_key="RANK2", part=3)
+        server.on("UploadPart", delay(0.7), access_key="RANK2", part=2)
         place = bucket_on(server, "POLL")
         done = threading.Event()
         found = []
@@ -398,7 +398,7 @@ def test_what_a_record_names_is_there():
             done.set()
             polling.join()
         assert {whole for _, whole in found} == {True}
-        slow = server.requests("UploadPart", access_key="RANK2", part=3)
+        slow = server.requests("UploadPart", access_key="RANK2", part=2)
         commits = server.requests("PutObject", key=RECORD)
         assert len(slow) == len(commits) == 2
         for part, commit in zip(slow, commits, strict=True):

@@ -21,7 +21,7 @@ CHUNK = 4 * MIB
 
 def _state():
     return {
-        "big": torch.arange(10 * MIB // 4),
+        "big": torch.arange(5 * MIB // 8),
         "small": torch.arange(100.0),
         "object": {"epoch": 7, "text": "x" * 300},
         "strided": torch.arange(60_000.0).reshape(200, 300).t(),

@@ -1,0 +1,37 @@
+"""The parsers of record, manifest and archive on damaged inputs: a value or a CorruptCheckpointError, and nothing else.
+
+``DCP_S3_TEST_FULL=1`` tries many more; ``scripts/soak`` goes on for as long as it is told.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dcp_s3 import CorruptCheckpointError
+from tests.soak.fuzz import PARSERS, corpus, fuzz
+
+EXAMPLES = 20_000 if os.environ.get("DCP_S3_TEST_FULL") else 250
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_damaged_inputs(kind: str):
+    """Kept inputs after cuts, changes and exchanges raise nothing but our error, and none takes long."""
+    tried = fuzz(kind, examples=EXAMPLES)
+    assert tried.inputs >= EXAMPLES / 2
+    assert 0 < tried.refused < tried.inputs  # some are good still, so that the depths are reached
+
+
+def test_the_kept_inputs():
+    """The corpus holds, for each kind, inputs that are read and inputs that are refused."""
+    for kind, parse in PARSERS.items():
+        outcomes = set()
+        for data in corpus(kind):
+            try:
+                parse(data)
+            except CorruptCheckpointError:
+                outcomes.add("refused")
+            else:
+                outcomes.add("read")
+        assert outcomes == {"refused", "read"}, kind
