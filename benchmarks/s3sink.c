@@ -8,9 +8,10 @@
  * sockets: a body is received straight into recycled 4 MiB blocks and sent straight from them, so that the server costs
  * one copy each way and what is measured is the client.
  *
- * Object requests: PUT (also as a copy), GET, HEAD, DELETE, multiple DELETE, ListObjectsV2, and the multipart calls Create,
- * UploadPart, Complete, Abort. Honoured: Range, If-Match, If-None-Match, Expect, aws-chunked bodies. Kept and given back:
- * Content-Type, x-amz-meta-*, x-amz-checksum-*. Every bucket exists; signatures and checksums are not verified.
+ * Object requests: PUT (also as a copy), GET, HEAD, DELETE, multiple DELETE, ListObjectsV2, and of multipart uploads
+ * Create, UploadPart, Complete, Abort. Honoured: Range, If-Match, If-None-Match, Expect, aws-chunked bodies. Kept and
+ * given back: Content-Type, x-amz-meta-*, x-amz-checksum-*. Every bucket exists; signatures and checksums are not
+ * verified.
  *
  * Pacing:   --latency-ms   sleep before every reply
  *           --rate-mbps    megabits per second of each connection, each way
@@ -45,6 +46,8 @@
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+
+#define XML "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n"
 
 enum {
     BLOCK = 4 << 20,      /* bytes of a storage block */
@@ -615,7 +618,7 @@ static int reply_text(Connection *c, Request *r, Text *text)
 static int refuse(Connection *c, Request *r, int status, const char *code)
 {
     Text text = {0};
-    add(&text, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>%s</Code><Message>%s</Message><Resource>", code, code);
+    add(&text, XML "<Error><Code>%s</Code><Message>%s</Message><Resource>", code, code);
     add_escaped(&text, r->path, false);
     add(&text, "</Resource></Error>");
     int result = reply(c, r, status, code, NULL, text.text, text.used);
@@ -746,7 +749,8 @@ static int put_object(Connection *c, Request *r, const char *name, Body *body)
         char date[40];
         Text text = {0};
         iso_date(date, object->written);
-        add(&text, "<CopyObjectResult><LastModified>%s</LastModified><ETag>\"%s\"</ETag></CopyObjectResult>", date, object->etag);
+        add(&text, "<CopyObjectResult><LastModified>%s</LastModified><ETag>\"%s\"</ETag></CopyObjectResult>", date,
+            object->etag);
         result = reply_text(c, r, &text);
     } else {
         char headers[300];
@@ -758,7 +762,7 @@ static int put_object(Connection *c, Request *r, const char *name, Body *body)
     return result;
 }
 
-/* Reads "bytes=a-b", "bytes=a-" and "bytes=-n" into [first, end). Returns 1 for a range, 0 for none, -1 for a bad one. */
+/* Reads "bytes=a-b", "bytes=a-" or "bytes=-n" into [first, end). Returns 1 for a range, 0 for none, -1 for a bad one. */
 static int parse_range(const char *text, uint64_t size, uint64_t *first, uint64_t *end)
 {
     *first = 0;
@@ -824,8 +828,8 @@ static int get_object(Connection *c, Request *r, const char *name)
     r->status = ranged ? 206 : 200;
     add(&head, "HTTP/1.1 %s\r\nServer: s3sink\r\nDate: %s\r\nx-amz-request-id: %016lX\r\nLast-Modified: %s\r\n",
         ranged ? "206 Partial Content" : "200 OK", date, atomic_fetch_add(&sequence, 1), written);
-    add(&head, "ETag: \"%s\"\r\nAccept-Ranges: bytes\r\nContent-Type: %s\r\nContent-Length: %" PRIu64 "\r\n%s", object->etag,
-        object->kind, end - first, object->metadata);
+    add(&head, "ETag: \"%s\"\r\nAccept-Ranges: bytes\r\nContent-Type: %s\r\nContent-Length: %" PRIu64 "\r\n%s",
+        object->etag, object->kind, end - first, object->metadata);
     if (ranged)
         add(&head, "Content-Range: bytes %" PRIu64 "-%" PRIu64 "/%" PRIu64 "\r\n", first, end - 1, object->size);
     if (header(r, "x-amz-checksum-mode") && !ranged && object->count == 1 && *object->bodies[0]->checksum)
@@ -851,7 +855,7 @@ static int create_upload(Connection *c, Request *r, const char *name)
     upload->metadata = metadata_of(r);
     snprintf(upload->id, sizeof upload->id, "upload%016lx", atomic_fetch_add(&sequence, 1));
     Text text = {0};
-    add(&text, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<InitiateMultipartUploadResult><Bucket>%s</Bucket><Key>", r->bucket);
+    add(&text, XML "<InitiateMultipartUploadResult><Bucket>%s</Bucket><Key>", r->bucket);
     add_escaped(&text, r->key, false);
     add(&text, "</Key><UploadId>%s</UploadId></InitiateMultipartUploadResult>", upload->id);
     pthread_mutex_lock(&store_lock);
@@ -868,7 +872,8 @@ static int put_part(Connection *c, Request *r, const char *name, const char *id,
         return refuse(c, r, 400, "InvalidArgument");
     }
     char headers[300];
-    snprintf(headers, sizeof headers, "ETag: \"%s\"\r\n%s%s", body->etag, body->checksum, *body->checksum ? "\r\n" : "");
+    snprintf(headers, sizeof headers, "ETag: \"%s\"\r\n%s%s", body->etag, body->checksum,
+             *body->checksum ? "\r\n" : "");
     Body *old = body;
     pthread_mutex_lock(&store_lock);
     Upload *upload = *find_upload(id, name);
@@ -894,7 +899,8 @@ static const char *collect_parts(Object *object, const Upload *upload, const cha
 {
     int last = 0;
     for (const char *part = xml; (part = strstr(part, "<Part>")); part++) {
-        const char *end = strstr(part, "</Part>"), *number = strstr(part, "<PartNumber>"), *etag = strstr(part, "<ETag>");
+        const char *end = strstr(part, "</Part>"), *etag = strstr(part, "<ETag>");
+        const char *number = strstr(part, "<PartNumber>");
         if (!end || !number || number > end || !etag || etag > end)
             return "MalformedXML";
         int n = atoi(number + strlen("<PartNumber>"));
@@ -939,7 +945,7 @@ static int complete_upload(Connection *c, Request *r, const char *name, const ch
     if (refusal)
         return refuse_condition(c, r, refusal);
     Text text = {0};
-    add(&text, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<CompleteMultipartUploadResult><Bucket>%s</Bucket><Key>", r->bucket);
+    add(&text, XML "<CompleteMultipartUploadResult><Bucket>%s</Bucket><Key>", r->bucket);
     add_escaped(&text, r->key, false);
     add(&text, "</Key><ETag>\"%s\"</ETag></CompleteMultipartUploadResult>", etag);
     return reply_text(c, r, &text);
@@ -980,7 +986,8 @@ static Listed *collect_listed(const char *bucket, const char *prefix, size_t *co
     Listed *listed = allocate((size_t)stored * sizeof *listed);
     for (size_t i = 0; i < SLOTS; i++) {
         for (const Object *o = store[i]; o; o = o->next) {
-            if (strncmp(o->name, bucket, skip - 1) || o->name[skip - 1] != '/' || strncmp(o->name + skip, prefix, strlen(prefix)))
+            bool inside = !strncmp(o->name, bucket, skip - 1) && o->name[skip - 1] == '/';
+            if (!inside || strncmp(o->name + skip, prefix, strlen(prefix)))
                 continue;
             Listed *item = &listed[(*count)++];
             snprintf(item->key, sizeof item->key, "%s", o->name + skip);
@@ -1031,12 +1038,12 @@ static int list_objects(Connection *c, Request *r)
         } else {
             add(&items, "<Contents><Key>");
             add_escaped(&items, name, as_url);
-            add(&items, "</Key><LastModified>%s</LastModified><ETag>\"%s\"</ETag><Size>%" PRIu64 "</Size></Contents>", item->date,
-                item->etag, item->size);
+            add(&items, "</Key><LastModified>%s</LastModified><ETag>\"%s\"</ETag><Size>%" PRIu64 "</Size></Contents>",
+                item->date, item->etag, item->size);
         }
     }
     free(listed);
-    add(&text, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<ListBucketResult><Name>%s</Name><Prefix>", r->bucket);
+    add(&text, XML "<ListBucketResult><Name>%s</Name><Prefix>", r->bucket);
     add_escaped(&text, prefix, as_url);
     add(&text, "</Prefix><KeyCount>%zu</KeyCount><MaxKeys>%zu</MaxKeys><IsTruncated>%s</IsTruncated>", given, limit,
         truncated ? "true" : "false");
@@ -1057,7 +1064,7 @@ static int delete_objects(Connection *c, Request *r, const Body *body)
 {
     char *xml = body_text(body);
     Text text = {0};
-    add(&text, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<DeleteResult>");
+    add(&text, XML "<DeleteResult>");
     for (char *key = xml, *end; (key = strstr(key, "<Key>")) && (end = strstr(key, "</Key>")); key = end + 1) {
         char name[4096], *entity;
         key += strlen("<Key>");
@@ -1093,7 +1100,8 @@ static void note_request(const Request *r, double start)
     entry->end = now();
     entry->status = r->status;
     snprintf(entry->method, sizeof entry->method, "%.7s", r->is_head ? "HEAD" : r->method);
-    snprintf(entry->target, sizeof entry->target, "%.200s%s%.90s", r->path, r->query ? "?" : "", r->query ? r->query : "");
+    snprintf(entry->target, sizeof entry->target, "%.200s%s%.90s", r->path, r->query ? "?" : "",
+             r->query ? r->query : "");
     for (char *p = entry->target; *p; p++)
         if (*p == '"' || *p == '\\' || (unsigned char)*p < ' ')
             *p = '?';
@@ -1107,8 +1115,8 @@ static int send_log(Connection *c, Request *r)
     pthread_mutex_lock(&log_lock);
     for (size_t i = logged > LOGGED ? logged - LOGGED : 0; i < logged; i++) {
         const Logged *entry = &request_log[i % LOGGED];
-        add(&text, "{\"start\":%.6f,\"end\":%.6f,\"method\":\"%s\",\"target\":\"%s\",\"status\":%d}\n", entry->start, entry->end,
-            entry->method, entry->target, entry->status);
+        add(&text, "{\"start\":%.6f,\"end\":%.6f,\"method\":\"%s\",\"target\":\"%s\",\"status\":%d}\n", entry->start,
+            entry->end, entry->method, entry->target, entry->status);
     }
     pthread_mutex_unlock(&log_lock);
     return reply_text(c, r, &text);
@@ -1154,8 +1162,8 @@ static int control(Connection *c, Request *r)
     getrusage(RUSAGE_SELF, &usage);
     double cpu = (double)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
                  (double)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1e-6;
-    add(&text, "{\"requests\":%lu,\"failed\":%lu,\"bytes_in\":%lu,\"bytes_out\":%lu,\"connections\":%lu,\"objects\":%ld,\"cpu_s\":%.3f}\n",
-        requests, failed, bytes_in, bytes_out, connections, stored, cpu);
+    add(&text, "{\"requests\":%lu,\"failed\":%lu,\"bytes_in\":%lu,\"bytes_out\":%lu,", requests, failed, bytes_in, bytes_out);
+    add(&text, "\"connections\":%lu,\"objects\":%ld,\"cpu_s\":%.3f}\n", connections, stored, cpu);
     return reply_text(c, r, &text);
 }
 
