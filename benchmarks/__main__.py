@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import time
 import uuid
@@ -63,6 +64,8 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     """Measure and report; returns the exit code."""
     options = parse_options()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that server and jobs end too
     if options.list:
         for case in CASES:
             marked = (name if name in case.quick else f"({name})" for name in case.subjects)

@@ -136,21 +136,31 @@ def run_job(case: Case, subject: str, gib: float, target: Target) -> dict[str, A
     environment = _environment(target)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(spec)]
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="dcp-s3-bench-") as directory:
-        processes = []
-        for rank in range(case.world):
-            ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world)}
-            with Path(directory, f"out{rank}").open("wb") as out, Path(directory, f"err{rank}").open("wb") as err:
-                command = [sys.executable, "-m", "benchmarks.worker", json.dumps(spec)]
-                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=ranked, start_new_session=True))
-        late = _wait(processes)
-        outputs = [Path(directory, f"out{rank}").read_text(errors="replace") for rank in range(case.world)]
-        found = [line for text in outputs for line in text.splitlines() if line.startswith(RESULT)]
+        outs, errs = ([Path(directory, f"{name}{rank}") for rank in range(case.world)] for name in ("out", "err"))
+        try:
+            for rank in range(case.world):
+                ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world)}
+                with outs[rank].open("wb") as out, errs[rank].open("wb") as err:
+                    processes.append(
+                        subprocess.Popen(command, stdout=out, stderr=err, env=ranked, start_new_session=True)
+                    )
+            late = _wait(processes)
+        finally:
+            _end(processes)
+        found = [
+            line.removeprefix(RESULT)
+            for path in outs
+            for line in path.read_text(errors="replace").splitlines()
+            if line.startswith(RESULT)
+        ]
         if len(found) == case.world:
-            return {"values": _merge([json.loads(line.removeprefix(RESULT)) for line in found])}
+            return {"values": _merge([json.loads(line) for line in found])}
         _clean(subject, target)
-        tails = [_last_line(Path(directory, f"err{rank}")) for rank in range(case.world)]
-        return {"error": f"given up after {JOB_LIMIT_S:.0f} s" if late else " / ".join(filter(None, tails))[:500]}
+        tails = " / ".join(filter(None, map(_last_line, errs)))
+        return {"error": f"given up after {JOB_LIMIT_S:.0f} s" if late else tails[:500]}
 
 
 def _clean(subject: str, target: Target) -> None:
@@ -165,19 +175,24 @@ def _clean(subject: str, target: Target) -> None:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for all; when one fails, or time is over, end the others. Returns whether time was over."""
+    """Wait until all have ended, one has failed, or time is over. Returns whether it is."""
     end = time.monotonic() + JOB_LIMIT_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() >= end:
+            return True
         if any(process.poll() for process in processes):
-            break
+            return False
         time.sleep(0.05)
-    late = time.monotonic() >= end
+    return False
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs, and DCP's checkpoint processes with it: each job is a session of its own."""
     for process in processes:
-        if process.poll() is None or process.returncode:
+        if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: DCP's checkpoint process goes too
-        process.wait()
-    return late
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _environment(target: Target) -> dict[str, str]:

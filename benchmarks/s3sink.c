@@ -4,7 +4,7 @@
  *     cc -O2 -pthread -o s3sink s3sink.c
  *     ./s3sink --port 0 [--latency-ms N] [--rate-mbps N] [--total-mbps N] [--fail-every N] [--preallocate-mib N]
  *
- * It listens on 127.0.0.1, prints "listening on PORT" and serves until it is killed. One thread per connection, blocking
+ * It listens on 127.0.0.1, prints "listening on PORT" and serves until it is killed. One thread a connection, blocking
  * sockets: a body is received straight into recycled 4 MiB blocks and sent straight from them, so that the server costs
  * one copy each way and what is measured is the client.
  *
@@ -762,7 +762,7 @@ static int put_object(Connection *c, Request *r, const char *name, Body *body)
     return result;
 }
 
-/* Reads "bytes=a-b", "bytes=a-" or "bytes=-n" into [first, end). Returns 1 for a range, 0 for none, -1 for a bad one. */
+/* Reads "bytes=a-b", "bytes=a-" or "bytes=-n" into [first, end). Returns 1 for a range, 0 for none, -1 for bad ones. */
 static int parse_range(const char *text, uint64_t size, uint64_t *first, uint64_t *end)
 {
     *first = 0;
@@ -1162,7 +1162,8 @@ static int control(Connection *c, Request *r)
     getrusage(RUSAGE_SELF, &usage);
     double cpu = (double)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
                  (double)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1e-6;
-    add(&text, "{\"requests\":%lu,\"failed\":%lu,\"bytes_in\":%lu,\"bytes_out\":%lu,", requests, failed, bytes_in, bytes_out);
+    add(&text, "{\"requests\":%lu,\"failed\":%lu,", requests, failed);
+    add(&text, "\"bytes_in\":%lu,\"bytes_out\":%lu,", bytes_in, bytes_out);
     add(&text, "\"connections\":%lu,\"objects\":%ld,\"cpu_s\":%.3f}\n", connections, stored, cpu);
     return reply_text(c, r, &text);
 }

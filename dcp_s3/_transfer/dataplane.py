@@ -110,7 +110,8 @@ class DataPlane:
             job.deadline.check(f"sending {operation}")
             async with self._slots:  # before signing, so that no signature grows old in a queue
                 try:
-                    clients = await self._clients.get()
+                    async with asyncio.timeout(job.deadline.remaining()):  # whoever gives the credentials may hang
+                        clients = await self._clients.get()
                 except Exception as error:
                     raise translate(error, operation=operation, bucket=job.bucket, key=key, part=part) from error
                 endpoint = clients.rotation.take()

@@ -176,7 +176,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._chunked = "chunked" in reply.headers.get("transfer-encoding", "").lower()
         self._left = int(length) if length is not None and length.isdigit() and not self._chunked else None
         if reply.status in (200, 206):
-            fault = _fault_of(reply, self._left, self._first_byte, self._sink.length)
+            fault = fault_of(reply, self._left, self._first_byte, self._sink.length)
             if fault is not None:
                 self._fail(fault)
                 return
@@ -243,7 +243,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._waiter.set_exception(exc or ConnectionError(f"the connection ended after {got} of {want} bytes"))
 
 
-def _fault_of(reply: Reply, announced: int | None, first: int | None, length: int) -> Exception | None:
+def fault_of(reply: Reply, announced: int | None, first: int | None, length: int) -> Exception | None:
     """Why a reply with a good status does not carry the bytes that were asked for; ``None`` if it does."""
     start = first or 0
     if reply.status == 206:

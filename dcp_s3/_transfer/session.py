@@ -17,7 +17,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
 from dcp_s3._transfer.payload import Progress, ViewsPayload
-from dcp_s3._transfer.receive import ReceivePool, header_items
+from dcp_s3._transfer.receive import ReceivePool, Reply, fault_of, header_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
             return await self._receive(request, sink)
         response = await super().send(request)
         if sink is not None:
-            await _fill(sink, response)
+            await _fill(sink, response, _first_byte(header_items(request.headers)))
         return response
 
     async def _send_payload(self, request: Any, payload: ViewsPayload) -> Any:  # noqa: ANN401
@@ -84,14 +84,13 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         if not any(name.lower() == "host" for name, _ in headers):
             headers.insert(0, ("Host", url.netloc))
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        asked = next((value for name, value in headers if name.lower() == "range"), None)
         reply = await pool.get(
             url.hostname or "",
             url.port or (443 if secure else 80),
             target,
             headers,
             sink,
-            first_byte=None if asked is None else int(asked.removeprefix("bytes=").partition("-")[0]),
+            first_byte=_first_byte(headers),
         )
         return AioAWSResponse(request.url, reply.status, reply.headers, reply)
 
@@ -102,11 +101,23 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         await super().__aexit__(exc_type, exc_val, exc_tb)
 
 
-async def _fill(sink: Sink, response: Any) -> None:  # noqa: ANN401
+def _first_byte(headers: Sequence[tuple[str, str]]) -> int | None:
+    """Where the range that a request asks for begins; ``None`` if it asks for none."""
+    asked = next((value for name, value in headers if name.lower() == "range"), None)
+    return None if asked is None else int(asked.removeprefix("bytes=").partition("-")[0])
+
+
+async def _fill(sink: Sink, response: Any, first_byte: int | None) -> None:  # noqa: ANN401
     """Behind a proxy aiohttp receives; its chunks are copied to where they belong."""
     sink.rewind()
     if response.status_code not in (200, 206):
         return
+    reply = Reply(response.status_code, dict(response.headers))
+    length = reply.headers.get("content-length", "")
+    fault = fault_of(reply, int(length) if length.isdigit() else None, first_byte, sink.length)
+    if fault is not None:
+        response.raw.close()
+        raise fault
     async for chunk in response.raw.content.iter_chunked(1 << 20):
         sink.feed(memoryview(chunk))
     if sink.filled != sink.length:

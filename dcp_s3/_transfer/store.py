@@ -156,12 +156,12 @@ class ControlStore:
         def attempt() -> dict[str, Any]:
             if self._deadline is not None:
                 self._deadline.check(f"sending {operation}")
+            patience = self._patience()
             try:
-                clients = _clients_for(self.config)
+                clients = _clients.get(self.config) or call_within(patience, lambda: _clients_for(self.config))
             except Exception as error:
                 raise translate(error, operation=operation, bucket=self.bucket, key=key) from error
             endpoint = clients.rotation.take()
-            patience = self._patience()
             patience.allow(len(params.get("Body", b"")))
 
             def send() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dcp_s3 import RetryPolicy, S3Config, S3StorageWriter
 
 RANKS = 2
 DEADLINE_S = 30.0
-"""Of a save; the group's time-out is twice that, so that the ranks hear why a save failed."""
+"""Of a save: less than the group's time-out, so that the ranks hear why a save failed."""
 PART = 5 << 20
 ELEMENTS = 3 << 18
 """Of one int32 tensor: 3 MiB, so that the two of a rank are an upload of two parts."""

@@ -45,12 +45,12 @@ OF_EACH_KIND = [
 POINTS = ALL if FULL else OF_EACH_KIND
 
 Trial = tuple[Point, str, str]
-KILLS: list[Trial] = [(point, stage, "job") for point in POINTS for stage in STAGES]
+KILLS: list[Trial]
 if FULL:
-    KILLS += [(point, stage, victims) for victims in ("rank", "peer") for point in POINTS for stage in STAGES]
-else:  # each kind once, the stages and victims in turn
-    turns = zip(POINTS, itertools.cycle(STAGES), itertools.cycle(("rank", "rank", "rank", "peer")), strict=False)
-    KILLS += list(turns)
+    KILLS = [(point, stage, who) for who in ("job", "rank", "peer") for point in POINTS for stage in STAGES]
+else:  # the choices of victims in turn: a period of four against three stages
+    turns = zip(itertools.product(POINTS, STAGES), itertools.cycle(("job", "rank", "job", "peer")), strict=False)
+    KILLS = [(point, stage, who) for (point, stage), who in turns]
 FIRST: list[Trial] = [
     (point, stage, "job")
     for point in (POINTS if FULL else [Point(1, "UploadPart", 2), MANIFEST, RECORD])

@@ -29,7 +29,6 @@ from tests.fault.server import (
     delay,
     drop_reply,
     error,
-    flip_reply,
     never_answer,
     reset,
 )
@@ -45,7 +44,6 @@ FAULTS = {
     "broken off": (reset("body", 1000), 0.01),
     "done and not answered": (drop_reply(), 0.01),
     "answered half": (cut_reply(1000), 0.01),
-    "answered with a flipped bit": (flip_reply(700), 0.003),
     "slow": (delay(0.3), 0.01),
     "never answered": (never_answer(), 0.001),
 }
