@@ -82,6 +82,8 @@ def main() -> int:
         start = time.monotonic()
         run(options, results)
         print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+        if not options.report_only:
+            results.adopt(describe())
     table = options.markdown or options.json.with_suffix(".md")
     plot = options.plot or options.json.with_suffix(".svg")
     text = markdown(results)
@@ -99,7 +101,6 @@ def main() -> int:
 
 def run(options: argparse.Namespace, results: Results) -> None:
     """Measure what is asked for and not there yet."""
-    results.environment = describe()
     for name in PEERS:
         if not is_installed(name):
             print(f"{name} is not installed ({PEERS[name].needs}): left out", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -32,6 +33,7 @@ def describe() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "dcp_s3": _version_of_ours(),
+        "source": _source(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
 
@@ -48,6 +50,16 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _source() -> str:
+    """A digest of the package's own files: what was measured before it changed is not comparable."""
+    import dcp_s3
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(next(iter(dcp_s3.__path__))).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _version_of_ours() -> str:

@@ -60,6 +60,21 @@ class Results:
                 )
             self.environment, self.runs = kept["environment"], kept["runs"]
 
+    def adopt(self, environment: dict[str, Any]) -> None:
+        """Go on in this environment. What was measured of dcp_s3 before its source changed is dropped.
+
+        Raises:
+            ValueError: The machine, or a package, is not the one that the results so far are from.
+        """
+        mine = {"date", "dcp_s3", "source"}
+        changed = [name for name in environment if name not in mine and self.environment.get(name) != environment[name]]
+        if self.runs and changed:
+            raise ValueError(f"{self._path} holds results of another {', '.join(changed)}; --fresh begins anew")
+        if self.runs and self.environment.get("source") != environment["source"]:
+            print("dcp_s3 has changed since: its results are dropped, those of the peers are kept", flush=True)
+            self.runs = [run for run in self.runs if run["subject"] != "dcp_s3"]
+        self.environment = environment
+
     def values(self, case: str, subject: str) -> list[dict[str, float]]:
         """What was measured, one round after another."""
         return [
@@ -189,7 +204,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     """End what still runs, and DCP's checkpoint processes with it: each job is a session of its own."""
     for process in processes:
-        if process.poll() is None:
+        if process.poll() != 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

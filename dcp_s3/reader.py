@@ -6,11 +6,10 @@ import dataclasses
 import hashlib
 import io
 import logging
-import pickle
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.archive import check_archive
+from dcp_s3._checkpoint.archive import load_record
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, raw_pieces, unpack_crcs
 from dcp_s3._checkpoint.layout import (
@@ -59,9 +58,6 @@ if TYPE_CHECKING:
 __all__ = ["S3StorageReader"]
 
 _log = logging.getLogger(__name__)
-
-_ZIP_MAGIC: Final = b"PK\x03\x04"
-"""How what ``torch.save`` writes begins."""
 
 
 @dataclass(slots=True)
@@ -371,11 +367,11 @@ class S3StorageReader(StorageReader):
         def use(data: memoryview) -> None:
             if read.type == LoadItemType.BYTE_IO:
                 if not self._trust_pickle:
-                    _load_record(data, source, trusted=False)
+                    load_record(data, source, trusted=False)
                 planner.load_bytes(read, io.BytesIO(data))
                 return
             target = _target(read, planner)
-            saved = _load_record(data, source, trusted=self._trust_pickle)
+            saved = load_record(data, source, trusted=self._trust_pickle)
             if not isinstance(saved, torch.Tensor):
                 raise CorruptCheckpointError(f"{source} holds a {type(saved).__name__}, expected a tensor")
             for dim, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
@@ -451,24 +447,3 @@ def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             f"{read.dest_index.fqn}: the plan wants {tuple(read.lengths)} elements, the template has {tuple(target.shape)}"
         )
     return target
-
-
-def _load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa: ANN401 -- whatever was saved
-    """What a torch.save record holds. Nothing that could run code is unpickled, unless the writer is trusted."""
-    if bytes(data[:4]) != _ZIP_MAGIC:
-        raise CorruptCheckpointError(
-            f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
-            "for DCP's HuggingFaceStorageReader"
-        )
-    check_archive(data, source=source)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n\n", 1)[0].strip()
-        raise CorruptCheckpointError(
-            f"{source} holds an object that weights-only loading refuses, since unpickling it could run code ({reason}); if you "
-            "trust whoever wrote this checkpoint, use S3StorageReader(trust_pickle=True)"
-        ) from error
-    except Exception as error:
-        reason = str(error).split("\n\n", 1)[0].strip()
-        raise CorruptCheckpointError(f"{source} holds a damaged record ({type(error).__name__}: {reason})") from error

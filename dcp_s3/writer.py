@@ -33,6 +33,8 @@ from dcp_s3._checkpoint.layout import (
 )
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
 from dcp_s3._checkpoint.shard import ShardWriter
+from dcp_s3._staging.buffers import lease_of
+from dcp_s3._staging.stager import stager_for
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.plan import choose_part_bytes
@@ -41,14 +43,14 @@ from dcp_s3._transfer.retry import Counter, Deadline
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3.config import S3Config
 from dcp_s3.errors import CheckpointExistsError, ConfigError, DcpS3Error, StorageError
-from dcp_s3.staging import lease_of, stager_for
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    from dcp_s3._staging.buffers import Lease
+    from dcp_s3._staging.stager import Stager
     from dcp_s3._transfer.upload import ObjectReceipt
-    from dcp_s3.staging import Lease, Stager
 
 __all__ = ["S3StorageWriter"]
 

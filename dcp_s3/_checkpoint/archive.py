@@ -1,4 +1,4 @@
-"""Says, before a record is unpacked, whether what its zip directory promises fits into the record.
+"""Reads a ``torch.save`` record without trust: what its zip directory promises is checked before anything is unpacked.
 
 ``torch.save`` writes zip archives and never compresses; whoever reads one allocates what the directory says. A record that
 somebody else made could promise a thousand times its size (a compressed entry), or name the same bytes many times.
@@ -8,13 +8,19 @@ Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.12 to 4
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from dcp_s3.errors import CorruptCheckpointError
 
-__all__ = ["check_archive"]
+__all__ = ["check_archive", "load_record"]
 
+_ZIP_MAGIC: Final = b"PK\x03\x04"
+"""How what ``torch.save`` writes begins."""
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
@@ -95,3 +101,24 @@ def _in_extra(extra: memoryview) -> int:
             return int(struct.unpack_from("<Q", extra[: position + 4 + length], position + 4)[0])
         position += 4 + length
     raise ValueError("a size that is not there")
+
+
+def load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa: ANN401 -- whatever was saved
+    """What a torch.save record holds. Nothing that could run code is unpickled, unless the writer is trusted."""
+    if bytes(data[:4]) != _ZIP_MAGIC:
+        raise CorruptCheckpointError(
+            f"{source} does not hold a torch.save record, which is all that this reader reads; a file in safetensors format is "
+            "for DCP's HuggingFaceStorageReader"
+        )
+    check_archive(data, source=source)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n\n", 1)[0].strip()
+        raise CorruptCheckpointError(
+            f"{source} holds an object that weights-only loading refuses, since unpickling it could run code ({reason}); if you "
+            "trust whoever wrote this checkpoint, use S3StorageReader(trust_pickle=True)"
+        ) from error
+    except Exception as error:
+        reason = str(error).split("\n\n", 1)[0].strip()
+        raise CorruptCheckpointError(f"{source} holds a damaged record ({type(error).__name__}: {reason})") from error

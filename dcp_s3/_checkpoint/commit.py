@@ -159,7 +159,7 @@ def commit(
         if there == "foreign" or refusals >= _REFUSALS:
             raise CommitConflictError(
                 f"another writer wrote or deleted s3://{store.bucket}/{key} after this save had looked; what is there now "
-                "stands, ours was not committed"
+                "stands, ours is not there"
             ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:

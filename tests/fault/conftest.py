@@ -50,7 +50,7 @@ class Transfer:
         s3: The server.
         plane: The data plane, where it is not the transfer's own.
         deadline_s: Of the job and the control store.
-        **settings: Fields of S3Config that differ from a quick, patient-for-two-seconds default.
+        **settings: Fields of S3Config that differ from quick retries and patience with a busy machine.
     """
 
     def __init__(self, s3: Handle, *, plane: DataPlane | None = None, deadline_s: float = 60, **settings: Any) -> None:
@@ -90,15 +90,15 @@ class Transfer:
 
 
 def config_of(s3: Handle, **settings: Any) -> S3Config:
-    """Return a config for a server: quick retries, two seconds of patience."""
+    """Return a config for a server: quick retries, and patience with a busy machine."""
     defaults: dict[str, Any] = {
         "endpoint_url": s3.url,
         "access_key_id": "RANK3",
         "secret_access_key": "SECRET-KEY-VALUE",
         "verify_tls": s3.ca_bundle or True,
         "retry": QUICK,
-        "connect_timeout_s": 2.0,
-        "read_timeout_s": 2.0,
+        "connect_timeout_s": 20.0,
+        "read_timeout_s": 20.0,
     }
     return S3Config(**{**defaults, **settings})
 

@@ -75,7 +75,7 @@ def test_a_commit_that_was_done_and_not_heard_of(
     s3: FaultServer, transfer_to: Callable[..., Transfer], observed: Observed, fault: str
 ):
     """The record is read back and found to be ours: success, and the PUT is not sent twice."""
-    transfer = transfer_to(s3, read_timeout_s=0.4)
+    transfer = transfer_to(s3, read_timeout_s=0.8)
     s3.on("PutObject", LOST[fault], nth=1)
     put(transfer, observed)
     assert s3.read(RECORD) == OURS
@@ -177,7 +177,7 @@ def test_a_store_that_fails_until_the_deadline(plain_s3: FaultServer, transfer_t
     started = time.monotonic()
     with pytest.raises(StorageUnavailableError, match="commit outcome unknown") as caught:
         put(transfer, Observed(None, None))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert (caught.value.attempts or 0) > QUICK.max_attempts
     assert len(plain_s3.requests("PutObject")) in (caught.value.attempts, (caught.value.attempts or 0) - 1)
 
@@ -189,7 +189,7 @@ def test_a_store_that_never_answers_the_commit(plain_s3: FaultServer, transfer_t
     started = time.monotonic()
     with pytest.raises(StorageUnavailableError, match="commit outcome unknown"):
         put(transfer, Observed(None, None))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
 
 def test_past_the_deadline_nothing_is_committed(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]):

@@ -226,7 +226,7 @@ def test_a_wrong_checksum_is_refused(plain_s3: FaultServer, plain_transfer: Tran
 
 def test_a_part_that_is_not_read(s3: FaultServer, transfer_to: Callable[..., Transfer]):
     """A part that the server leaves unread is given up, and sent whole on a new connection."""
-    transfer = transfer_to(s3, read_timeout_s=0.5)
+    transfer = transfer_to(s3, read_timeout_s=1.0)
     s3.on("UploadPart", never_read(), part=1, nth=1)
     transfer.send(BODY, part_bytes=len(BODY))
     assert s3.read(KEY) == BODY

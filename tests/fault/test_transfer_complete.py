@@ -91,7 +91,7 @@ def test_a_complete_whose_answer_is_lost(
     s3: FaultServer, transfer_to: Callable[..., Transfer], fault: object, again: int
 ):
     """A Complete that was done and not heard of is settled by HEAD and our token: it is not sent again."""
-    transfer = transfer_to(s3, read_timeout_s=0.3)
+    transfer = transfer_to(s3, read_timeout_s=0.8)
     s3.configure(complete_again=again)
     s3.on("CompleteMultipartUpload", fault, nth=1)
     receipt = transfer.send(BODY, part_bytes=PART)
@@ -324,7 +324,7 @@ def test_a_dead_store_does_not_hold_the_failure(
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="deadline of 1 s"):
         transfer.send(BODY, part_bytes=PART)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
 
 def test_a_last_reference_that_is_dropped(plain_s3: FaultServer, plain_transfer: Transfer, allowed: set[str]):

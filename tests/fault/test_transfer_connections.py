@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import ConfigError, S3Config, StorageError, StorageUnavailableError
+from dcp_s3 import ConfigError, CorruptCheckpointError, S3Config, StorageError, StorageUnavailableError
 from dcp_s3._transfer.clients import Rotation, boto_options
 from dcp_s3._transfer.download import Downloader, RangeRead
 from tests.fault.conftest import KEY, QUICK, Transfer, pattern
-from tests.fault.server import FaultServer, delay, error, never_answer, peak_in_flight
+from tests.fault.server import FaultServer, cut_reply, delay, error, never_answer, peak_in_flight
 
 BODY = pattern(200_000)
 CALLS: dict[str, Callable[[Transfer], Any]] = {
@@ -91,33 +93,38 @@ def test_a_ca_bundle_that_is_none(
     with pytest.raises(ConfigError, match=r"verify_tls.*ca\.pem"):
         CALLS[call](transfer)
     assert transfer.job.counter.retries == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How many
 
 
-@pytest.mark.parametrize("concurrency", [1, 3, 24])
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
 def test_in_flight_is_max_concurrency(s3: FaultServer, transfer_to: Callable[..., Transfer], concurrency: int):
     """Parts and ranges in flight reach max_concurrency and never pass it, on as many connections."""
-    transfer = transfer_to(s3, max_concurrency=concurrency)
-    s3.configure(latency_s=0.1)
-    body = pattern(50 * 1000)
-    transfer.send(body[: 2 * concurrency * 1000], part_bytes=1000)
-    parts = s3.requests("UploadPart")
-    assert len(parts) == 2 * concurrency
-    assert peak_in_flight(parts) == concurrency
+    transfer = transfer_to(s3, max_concurrency=concurrency, read_timeout_s=30.0)
+    body, count = pattern(200 * 100), min(200, 3 * concurrency + 1)
     s3.put(KEY, body)
     reads: list[RangeRead[int]] = [
-        RangeRead(KEY, n, 1, scratch=0, pieces=lambda: [memoryview(bytearray(1))], about=n)
-        for n in range(2 * concurrency)
+        RangeRead(KEY, n, 1, scratch=0, pieces=lambda: [memoryview(bytearray(1))], about=n) for n in range(count)
     ]
     downloader: Downloader[int] = Downloader(transfer.plane, transfer.job)
-    assert len(list(downloader.run(reads))) == 2 * concurrency
-    ranges = s3.requests("GetObject")
-    assert peak_in_flight(ranges) == concurrency
-    for records in (parts, ranges):
+    for operation, work in (
+        ("UploadPart", lambda: transfer.send(body[: count * 100], part_bytes=100)),
+        ("GetObject", lambda: list(downloader.run(reads))),
+    ):
+        gate = s3.hold(operation)
+        working = threading.Thread(target=work)
+        working.start()
+        gate.wait_arrived(concurrency)
+        with pytest.raises(TimeoutError):
+            gate.wait_arrived(concurrency + 1, timeout_s=0.1)
+        gate.release()
+        working.join(60)
+        records = s3.requests(operation)
+        assert len(records) == count
+        assert peak_in_flight(records) == concurrency
         assert len({r.connection for r in records}) <= concurrency
 
 
@@ -229,6 +236,80 @@ def test_all_endpoints_dead(three: FaultServer, transfer_to: Callable[..., Trans
     three.go_online(2)
     transfer.put(BODY)
     assert transfer.store.get(KEY).body == BODY
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A proxy
+
+
+class Proxy:
+    """A forward proxy for plain HTTP: one request for each connection."""
+
+    def __init__(self) -> None:
+        self.requests: list[bytes] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += client.recv(1 << 16)
+        method, _, rest = head.partition(b" http://")
+        server, slash, rest = rest.partition(b"/")
+        self.requests.append(method)
+        host, port = server.decode().split(":")
+        with client, socket.create_connection((host, int(port))) as upstream:
+            line, _, fields = (method + b" " + slash + rest).partition(b"\r\n")
+            upstream.sendall(line + b"\r\nConnection: close\r\n" + fields)
+            threading.Thread(target=self._copy, args=(client, upstream), daemon=True).start()
+            self._copy(upstream, client)
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy that the environment names."""
+    running = Proxy()
+    monkeypatch.setenv("http_proxy", running.url)
+    yield running
+    running.close()
+
+
+def test_behind_a_proxy(plain_s3: FaultServer, transfer_to: Callable[..., Transfer], proxy: Proxy):
+    """Behind HTTP_PROXY both planes go through it, and ranges are checked as strictly as without one."""
+    transfer = transfer_to(plain_s3, max_concurrency=9)
+    transfer.put(BODY)
+    assert transfer.get(100, 150_000) == BODY[100:150_000]
+    assert transfer.store.get(KEY).body == BODY
+    transfer.send(BODY, f"{KEY}2", part_bytes=90_000)
+    assert plain_s3.read(f"{KEY}2") == BODY
+    assert sorted(proxy.requests) == sorted(r.method.encode() for r in plain_s3.log)
+
+    plain_s3.on("GetObject", cut_reply(1000), nth=1)
+    assert transfer.get(100, 150_000) == BODY[100:150_000]
+    plain_s3.configure(ranges="ignore")
+    for start, end in ((100, 200), (0, 200)):
+        with pytest.raises(StorageUnavailableError):
+            transfer.get(start, end)
+    assert transfer.get(0, len(BODY)) == BODY
+    plain_s3.configure(ranges="honour")
+    with pytest.raises(CorruptCheckpointError, match="expected 300000 or more"):
+        transfer.get(100, 300_000)
 
 
 def test_rotation():

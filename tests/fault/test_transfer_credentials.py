@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import pickle
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +16,16 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import AccessDeniedError, ConfigError, DcpS3Error, RetryPolicy, S3Config
+from dcp_s3 import (
+    AccessDeniedError,
+    ConfigError,
+    DcpS3Error,
+    DeadlineExceededError,
+    RetryPolicy,
+    S3Config,
+    S3StorageReader,
+    S3StorageWriter,
+)
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.portal import portal
 from tests.fault.conftest import KEY, TOKEN, Transfer, config_of, pattern
@@ -123,6 +136,31 @@ def test_a_provider_that_fails_for_ever(plain_s3: FaultServer, with_chain: Calla
     provider.answer(provider.calls + 1, "KEY1")
     transfer.put(BODY)
     transfer.store.get(KEY)
+
+
+def test_a_provider_that_hangs(
+    plain_s3: FaultServer, with_chain: Callable[..., Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A provider that never answers holds a request to its deadline and no longer, on either plane."""
+    pids = tmp_path / "pids"
+    script = tmp_path / "hangs.sh"
+    script.write_text(f'echo $$ >> "{pids}"\nexec sleep 60\n')
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = /bin/sh {script}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    transfer = with_chain(deadline_s=0.8)
+    started = time.monotonic()
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"deadline of 0.8 s"):
+            transfer.put(BODY)
+        transfer = with_chain(deadline_s=0.8)
+        with pytest.raises(DeadlineExceededError, match=r"deadline of 0.8 s"):
+            transfer.store.get(KEY)
+        assert time.monotonic() - started < 15
+    finally:
+        for pid in pids.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    assert plain_s3.log == []
 
 
 def test_a_chain_that_was_empty(
@@ -395,6 +433,7 @@ def test_no_secret_is_told(s3: FaultServer, transfer_to: Callable[..., Transfer]
         repr(r.query) + repr({k: v for k, v in r.headers.items() if "customer-key" not in k and "token" not in k})
         for r in s3.log
     ]
+    told += [repr(kind("s3://bucket/run", config=transfer.config)) for kind in (S3StorageWriter, S3StorageReader)]
     assert len(told) > 100
     for secret in SECRETS:
         assert not [text for text in told if secret in text]

@@ -217,22 +217,22 @@ def test_retry_after_is_honoured(plain_s3: FaultServer, plain_transfer: Transfer
 
 def test_a_retry_after_that_is_no_time_is_ignored(plain_s3: FaultServer, plain_transfer: Transfer):
     """Nonsense in Retry-After leaves the policy's own waits."""
-    for value in ("soon", "-5", "Mon, 06 Jul 2026 10:00:00"):
+    for value in ("soon", "-5", "Mon, 06 Jul 2026 10:00:00", "9999999999 s"):
         plain_s3.on("PutObject", error(503, "SlowDown", retry_after=value), nth=1)
         started = time.monotonic()
         plain_transfer.put(BODY)
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 8
 
 
 def test_a_retry_after_beyond_the_deadline_ends_at_once(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]):
     """Who is told to come back after the deadline does not wait: the error names both the deadline and the cause."""
-    transfer = transfer_to(plain_s3, deadline_s=2)
+    transfer = transfer_to(plain_s3, deadline_s=25)
     plain_s3.on("*", error(503, "SlowDown", retry_after=30))
     for call in (lambda: transfer.put(BODY), lambda: transfer.store.get(KEY)):
         started = time.monotonic()
         failure = refused(call, DeadlineExceededError)
-        assert time.monotonic() - started < 1
-        assert "deadline of 2 s" in str(failure)
+        assert time.monotonic() - started < 8
+        assert "deadline of 25 s" in str(failure)
         assert "SlowDown" in str(failure)
         assert (failure.status, failure.code, failure.attempts) == (503, "SlowDown", 1)
 
@@ -336,9 +336,9 @@ def test_failures_of_other_kinds_leave_the_fresh_signature(plain_s3: FaultServer
 
 def test_attempts_of_a_part_never_overlap(s3: FaultServer, transfer_to: Callable[..., Transfer]):
     """A part that hangs is given up, its connection closed, before it is sent again; the last ETag is the one used."""
-    transfer = transfer_to(s3, read_timeout_s=0.5)
+    transfer = transfer_to(s3, read_timeout_s=1.0)
     s3.on("UploadPart", never_answer(commit=True), part=2, nth=1)
-    s3.on("UploadPart", delay(reply_s=0.8) | reply_headers({"ETag": '"old"'}), part=3, nth=1)  # answered, but too late
+    s3.on("UploadPart", delay(reply_s=2.0) | reply_headers({"ETag": '"old"'}), part=3, nth=1)  # answered, but too late
     receipt = transfer.send(BODY, part_bytes=100_000)
     assert s3.read(KEY) == BODY
     assert receipt.size == len(BODY)
@@ -346,7 +346,7 @@ def test_attempts_of_a_part_never_overlap(s3: FaultServer, transfer_to: Callable
     for part in (2, 3):
         first, second = s3.requests("UploadPart", part=part)
         assert first.t_end is not None
-        assert second.t_start > first.t_start + 0.4
+        assert second.t_start > first.t_start + 0.9
         assert first.outcome in ("client closed", "stalled", "replied")
     assert s3.violations() == []
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_s3 import _staging_buffers, staging
-from dcp_s3._staging_crossing import FAILURE_KEY
+from dcp_s3 import staging
+from dcp_s3._staging import buffers
+from dcp_s3._staging.crossing import FAILURE_KEY
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
 
@@ -45,7 +46,7 @@ def no_block_is_left():
     yield
     assert not mapped_blocks()
     assert not open_blocks()
-    assert not _staging_buffers._leases
+    assert not buffers._leases
 
 
 def block_of(staged):
@@ -347,7 +348,7 @@ def test_no_memory_fails_the_save_and_not_the_next(monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_staging_buffers.os, "posix_fallocate", full)
+        patch.setattr(buffers.os, "posix_fallocate", full)
         assert "No space left" in failure(stager.stage({"t": torch.ones(10)}))
     assert stager.stage({"t": torch.ones(10)})["t"].sum() == 10
 

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dcp_s3._staging_buffers import HEADER_BYTES
+from dcp_s3._staging.buffers import HEADER_BYTES
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from dcp_s3._staging_buffers import Lease
+    from dcp_s3._staging.buffers import Lease
 
 _ALIGN_BYTES = 64
 # Nobody can change one of these after the call, so they are shared.
