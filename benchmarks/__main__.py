@@ -75,6 +75,8 @@ def main() -> int:
     endpoint = options.endpoint or "s3sink on the loopback interface"
     try:
         results = Results(options.json, gib=options.size, endpoint=endpoint, fresh=options.fresh)
+        if not options.report_only:
+            results.adopt(describe())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -82,8 +84,6 @@ def main() -> int:
         start = time.monotonic()
         run(options, results)
         print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
-        if not options.report_only:
-            results.adopt(describe())
     table = options.markdown or options.json.with_suffix(".md")
     plot = options.plot or options.json.with_suffix(".svg")
     text = markdown(results)
