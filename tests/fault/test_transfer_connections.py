@@ -270,6 +270,7 @@ class Proxy:
             upstream.sendall(line + b"\r\nConnection: close\r\n" + fields)
             threading.Thread(target=self._copy, args=(client, upstream), daemon=True).start()
             self._copy(upstream, client)
+            client.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket) -> None:
