@@ -356,6 +356,8 @@ def _failure_told(url: CheckpointUrl | None, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, DcpS3Error):
+            error.with_context(rank=rank)
         told = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
         _log.error("the save of %s failed on rank %d: %s", url, rank, told)
         raise

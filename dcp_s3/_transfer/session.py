@@ -114,14 +114,17 @@ async def _fill(sink: Sink, response: Any, first_byte: int | None) -> None:  # n
         return
     reply = Reply(response.status_code, dict(response.headers))
     length = reply.headers.get("content-length", "")
-    fault = fault_of(reply, int(length) if length.isdigit() else None, first_byte, sink.length)
-    if fault is not None:
-        response.raw.close()
-        raise fault
-    async for chunk in response.raw.content.iter_chunked(1 << 20):
-        sink.feed(memoryview(chunk))
-    if sink.filled != sink.length:
-        raise ConnectionError(f"the connection ended after {sink.filled} of {sink.length} bytes")
+    try:
+        fault = fault_of(reply, int(length) if length.isdigit() else None, first_byte, sink.length)
+        if fault is not None:
+            raise fault
+        async for chunk in response.raw.content.iter_chunked(1 << 20):
+            sink.feed(memoryview(chunk))
+        if sink.filled != sink.length:
+            raise ConnectionError(f"the connection ended after {sink.filled} of {sink.length} bytes")
+    except BaseException:
+        response.raw.close()  # nobody else will
+        raise
 
 
 def tls_context(verify: bool | str) -> ssl.SSLContext:

@@ -118,7 +118,7 @@ def failing_store() -> Any:
 
 def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_property: Any):
     """With 5 % of the requests failing every save commits and loads bit for bit; resident memory grows by less than 0.5 MiB per
-    save, threads, tasks, sockets and file descriptors do not, no upload stays open, and two checkpoints' objects are left.
+    save, threads, tasks, sockets and file descriptors do not, no upload with a part stays open, and two checkpoints' objects are left.
     """
     (held,) = run_ranks_ok(1, _saves, failing_store.url, SAVES, SAVE_MIB * MIB, timeout_s=10 * SAVES + 60, backend=None)
     log = failing_store.log
@@ -138,11 +138,13 @@ def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_prope
         counts = [float(getattr(one, name)) for one in steady]
         assert slope(counts) < 0.05, (name, counts)
         assert counts[-1] <= counts[0] + 16, (name, counts)
-    assert failing_store.uploads() == {}
+    # an upload whose Create was done and not heard of has an id that nobody knows; the collector finds it by its key
+    assert all(not upload["parts"] for upload in failing_store.uploads().values())
 
     failing_store.clear(log=False, state=False)
     config = _config(failing_store.url)
     collect_garbage("s3://bucket/run", dry_run=False, older_than_s=0, config=config, no_writer_runs=True)
+    assert failing_store.uploads() == {}
     found = list_checkpoints("s3://bucket/run", config=config)
     assert [info.state for info in found] == ["complete", "complete"]
     assert all(verify(info.url, deep=True, config=config).ok for info in found)

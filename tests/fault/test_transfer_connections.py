@@ -270,7 +270,8 @@ class Proxy:
             upstream.sendall(line + b"\r\nConnection: close\r\n" + fields)
             threading.Thread(target=self._copy, args=(client, upstream), daemon=True).start()
             self._copy(upstream, client)
-            client.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)  # close() alone waits for the other direction
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket) -> None:
