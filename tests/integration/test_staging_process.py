@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, lease_of
 from tests.support.ranks import run_ranks, run_ranks_ok
+from tests.support.staging import close_stagers
 from tests.unit.test_staging import block_of, mapped_blocks, open_blocks, release
 
 
@@ -81,6 +82,12 @@ def few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_block_of_earlier_tests():
+    """The blocks that are counted here are this module's own."""
+    close_stagers()
 
 
 def test_three_thousand_tensors_cross_with_few_descriptors(few_descriptors):

@@ -20,6 +20,7 @@ from dcp_s3._staging import buffers
 from dcp_s3._staging.crossing import FAILURE_KEY
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
+from tests.support.staging import close_stagers
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:dcp_s3-staging", re.MULTILINE)
 
@@ -38,6 +39,12 @@ def open_blocks():
             if "memfd:dcp_s3-staging" in str(fd.readlink()):
                 inodes.add(fd.stat().st_ino)
     return inodes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_block_of_earlier_tests():
+    """The blocks that are counted here are this module's own."""
+    close_stagers()
 
 
 @pytest.fixture(autouse=True)
