@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -144,9 +145,12 @@ class DataPlane:
             raise
 
     async def _watched(self, request: asyncio.Future[T], progress: Progress, nbytes: int, job: Job) -> T:
-        """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips."""
-        quiet = self.config.read_timeout_s
-        patience = Patience(2 * quiet, at_most=job.deadline.remaining())
+        """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips.
+
+        Of a request without a body aiohttp sees more: the blanks that keep a long Complete alive are no silence.
+        """
+        quiet = self.config.read_timeout_s if nbytes else math.inf
+        patience = Patience(2 * self.config.read_timeout_s, at_most=job.deadline.remaining())
         patience.allow(nbytes)
         try:
             while True:

@@ -34,12 +34,11 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
     """aiobotocore's aiohttp session (public hook ``http_session_cls``) with the two shortcuts for views."""
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 -- aiobotocore's own arguments, passed on
-        timeout = kwargs.get("timeout")
-        self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
-        # aiohttp's time-out for reading also runs while a body is sent; silence is watched by whoever makes the request
-        super().__init__(**kwargs | {"timeout": (self._connect_timeout_s, None)})
+        super().__init__(**kwargs)
         self._verify_tls: bool | str = kwargs.get("verify", True)
         self._pool_limit = int(kwargs.get("max_pool_connections", 10))
+        timeout = kwargs.get("timeout")
+        self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
         self._pools: dict[str, ReceivePool] = {}
 
     async def _get_session(self, proxy_url: str | None) -> Any:  # noqa: ANN401 -- aiohttp's session

@@ -55,11 +55,16 @@ class Bucket:
         return {self._path(item): item["UploadId"] for page in pages for item in page.get("Uploads") or ()}
 
     def parts(self, path: str, upload_id: str) -> list[int]:
-        """Return the sizes of the parts that an open upload has so far, in bytes."""
+        """Return the sizes of the parts that an open upload has so far, in bytes; none if it has been completed meanwhile."""
         pages = self._client.get_paginator("list_parts").paginate(
             Bucket=self.name, Key=self.prefix + path, UploadId=upload_id
         )
-        return [part["Size"] for page in pages for part in page.get("Parts") or ()]
+        try:
+            return [part["Size"] for page in pages for part in page.get("Parts") or ()]
+        except self._client.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] != "NoSuchUpload":
+                raise
+            return []
 
     def empty(self) -> None:
         """Abort every open upload and delete every object."""

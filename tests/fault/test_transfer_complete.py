@@ -19,6 +19,7 @@ from tests.fault.server import (
     PROFILES,
     FaultServer,
     delay,
+    drip,
     drop_reply,
     error,
     lose_stored,
@@ -123,12 +124,23 @@ def test_a_complete_that_is_refused(plain_s3: FaultServer, plain_transfer: Trans
     assert (plain_s3.objects(), plain_s3.uploads()) == ({}, {})
 
 
+def test_a_complete_that_takes_long(s3: FaultServer, transfer_to: Callable[..., Transfer]):
+    """A store that sends blanks while it joins the parts is at work: it is waited for beyond read_timeout_s."""
+    transfer = transfer_to(s3, read_timeout_s=1.5)
+    s3.on("CompleteMultipartUpload", ODD_COMPLETES["blanks-then-result"] | drip(0.2, 40))
+    started = time.monotonic()
+    transfer.send(BODY, part_bytes=PART)
+    assert time.monotonic() - started > 1.8
+    assert count_completes(s3) == 1
+
+
+@pytest.mark.parametrize("end", [{"deadline_s": 1.0}, {"stall_limit_s": 0.5, "read_timeout_s": 30.0}])
 def test_no_abort_behind_an_unclear_complete(
-    plain_s3: FaultServer, transfer_to: Callable[..., Transfer], allowed: set[str]
+    plain_s3: FaultServer, transfer_to: Callable[..., Transfer], allowed: set[str], end: dict[str, float]
 ):
-    """A Complete that may be at work when the deadline passes is not overtaken by an Abort; the upload is left to gc."""
+    """A Complete that may be at work when the save is given up is not overtaken by an Abort; the rest is left to gc."""
     allowed.add("open-upload")
-    transfer = transfer_to(plain_s3, deadline_s=1.0)
+    transfer = transfer_to(plain_s3, **end)
     gate = plain_s3.hold("CompleteMultipartUpload", at="handle")
     with pytest.raises(StorageUnavailableError):
         transfer.send(BODY, part_bytes=PART)

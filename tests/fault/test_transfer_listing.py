@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from dcp_s3 import StorageError
-from tests.fault.conftest import Transfer
+from dcp_s3._transfer.store import ControlStore
+from tests.fault.conftest import Transfer, config_of
 from tests.fault.server import FaultServer, cut_reply, error, rewrite
 
 KEYS = [f"run/step-{step}/data/{n}" for step in (9, 10, 20, 100) for n in range(3)]
@@ -54,6 +56,35 @@ def test_prefixes(listed: FaultServer, plain_transfer: Transfer, page: int):
     found = list(plain_transfer.store.list_prefixes("run/", page_size=page))
     assert sorted(found) == sorted([*(f"run/step-{n}/" for n in (9, 10, 20, 100)), "run/ü/", "run/雪/"])
     assert len(listed.requests("ListObjectsV2")) <= (len(KEYS) + len(ODD)) // page + 2
+
+
+class LikeAws(ControlStore):
+    """Lists as AWS does without tokens: keys behind start-after, also those of a prefix that was given already."""
+
+    pages = 0
+
+    def _call(self, operation: str, method: str, key: str | None, params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.pages += 1
+        page: dict[str, Any] = {"Contents": [], "CommonPrefixes": [], "IsTruncated": False}
+        for name in sorted(key for key in KEYS if key.startswith(params["Prefix"])):
+            if name <= params.get("StartAfter", ""):
+                continue
+            group = name[: name.index("/", len(params["Prefix"])) + 1]
+            if {"Prefix": group} in page["CommonPrefixes"]:
+                continue
+            if len(page["CommonPrefixes"]) == params["MaxKeys"]:
+                page["IsTruncated"] = True
+                break
+            page["CommonPrefixes"].append({"Prefix": group})
+        return page
+
+
+@pytest.mark.parametrize("page", [1, 2, 3])
+def test_prefixes_without_tokens_as_aws_does_it(plain_s3: FaultServer, page: int):
+    """start-after a prefix means its keys, so the next page would begin with it again: each is given once, all are."""
+    store = LikeAws(config_of(plain_s3), "bucket")
+    assert list(store.list_prefixes("run/", page_size=page)) == [f"run/step-{n}/" for n in (10, 100, 20, 9)]
+    assert store.pages == -(-4 // page)
 
 
 def test_shards_do_not_fill_the_pages(plain_s3: FaultServer, plain_transfer: Transfer):
