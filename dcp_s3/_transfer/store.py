@@ -1,4 +1,4 @@
-"""The store's two clients from one S3Config, and the control plane: small synchronous requests on the caller's thread."""
+"""The control plane: small requests that the caller waits for, each bounded in time, and what both planes send alike."""
 
 from __future__ import annotations
 

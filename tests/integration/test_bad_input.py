@@ -227,7 +227,7 @@ def test_nobody_accepts():
 
 # ---------------------------------------------------------------------------------------------------- two ranks
 
-DEADLINE_S = 2.0
+DEADLINE_S = 3.0
 
 
 def _outcome(call, *args, **options):
@@ -241,13 +241,11 @@ def _outcome(call, *args, **options):
 
 
 def _one_rank_fails(rank, places, scenarios):
+    """Save and load once per scenario, with its settings on the rank that it breaks."""
     found = {}
+    state = {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)}
     for name, (broken, settings) in scenarios.items():
-        place = places[name][rank]
-        changes = {**settings, "save_deadline_s": DEADLINE_S, "load_deadline_s": DEADLINE_S}
-        if rank != broken:
-            changes.pop("access_key_id", None)
-        state = {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)}
+        place, changes = (places[name], settings) if rank == broken else (places["good"][rank], {})
         template = {"t0": torch.zeros(400_000), "t7": torch.zeros(400_000)}
         found["save", name] = _outcome(dcp.save, state, storage_writer=writer(place, f"new/{name}", **changes))
         found["load", name] = _outcome(dcp.load, template, storage_reader=reader(place, "old", **changes))
@@ -265,19 +263,18 @@ def test_a_store_error_on_one_rank_ends_both():
             {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)},
             storage_writer=writer(bucket_on(server), "old"),
         )
-        scenarios = {}
+        deadline = {"save_deadline_s": DEADLINE_S, "load_deadline_s": DEADLINE_S}
+        scenarios, places = {}, {"good": [bucket_on(server, f"GOOD{rank}") for rank in range(2)]}
         for broken in (0, 1):
-            scenarios[f"bad key on {broken}"] = broken, {"access_key_id": "BAD"}
-            scenarios[f"503 on {broken}"] = broken, {}
-        scenarios["silence on 1"] = 1, {"read_timeout_s": 60.0}
-        places = {"good": [bucket_on(server, f"GOOD{rank}") for rank in range(2)]}
-        for number, (name, (broken, _)) in enumerate(scenarios.items()):
-            keys = [f"S{number}RANK{rank}" for rank in range(2)]
-            places[name] = [bucket_on(server, key) for key in keys]
-            if name.startswith("503"):
-                server.on("*", error(503, "SlowDown"), access_key=keys[broken])
-            elif name.startswith("silence"):
-                server.on("*", never_answer(), access_key=keys[broken])
+            scenarios[f"bad key on {broken}"] = broken, {}
+            places[f"bad key on {broken}"] = bucket_on(server, "BAD")
+            scenarios[f"503 on {broken}"] = broken, deadline
+            places[f"503 on {broken}"] = bucket_on(server, f"BUSY{broken}")
+        scenarios["silence on 1"] = 1, {**deadline, "read_timeout_s": 60.0}
+        places["silence on 1"] = bucket_on(server, "SILENT")
+        server.on("*", error(503, "SlowDown"), access_key="BUSY0")
+        server.on("*", error(503, "SlowDown"), access_key="BUSY1")
+        server.on("*", never_answer(), access_key="SILENT")
         outcomes = run_ranks_ok(2, _one_rank_fails, places, scenarios, timeout_s=100)
         for (kind, name), (failures, seconds) in outcomes[0].items():
             broken = scenarios[name][0]
