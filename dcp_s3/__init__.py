@@ -25,7 +25,15 @@ from dcp_s3.errors import (
 )
 
 if TYPE_CHECKING:
-    from dcp_s3._checkpoint.tools import abort_stale_uploads, collect_garbage, list_checkpoints, verify
+    from dcp_s3._checkpoint.gc import GarbageReport
+    from dcp_s3._checkpoint.tools import (
+        CheckpointInfo,
+        abort_stale_uploads,
+        collect_garbage,
+        list_checkpoints,
+        verify,
+    )
+    from dcp_s3._checkpoint.verify import VerifyReport
     from dcp_s3.reader import S3StorageReader
     from dcp_s3.writer import S3StorageWriter
 
@@ -34,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccessDeniedError",
     "CheckpointExistsError",
+    "CheckpointInfo",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CommitConflictError",
@@ -41,12 +50,14 @@ __all__ = [
     "CorruptCheckpointError",
     "DcpS3Error",
     "DeadlineExceededError",
+    "GarbageReport",
     "RetryPolicy",
     "S3Config",
     "S3StorageReader",
     "S3StorageWriter",
     "StorageError",
     "StorageUnavailableError",
+    "VerifyReport",
     "abort_stale_uploads",
     "collect_garbage",
     "list_checkpoints",
@@ -54,8 +65,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CheckpointInfo": "dcp_s3._checkpoint.tools",
+    "GarbageReport": "dcp_s3._checkpoint.gc",
     "S3StorageReader": "dcp_s3.reader",
     "S3StorageWriter": "dcp_s3.writer",
+    "VerifyReport": "dcp_s3._checkpoint.verify",
     "abort_stale_uploads": "dcp_s3._checkpoint.tools",
     "collect_garbage": "dcp_s3._checkpoint.tools",
     "list_checkpoints": "dcp_s3._checkpoint.tools",

@@ -101,6 +101,10 @@ class S3Config:
     """A save or load in which no byte is acknowledged for so long is given up, seconds."""
     retry: RetryPolicy = RetryPolicy()
 
+    background_cores: float | None = 0.4
+    """CPU time that a save in a background thread (``async_save``, THREAD mode) takes at most, seconds per second: it shares
+    cores and GIL with the training. ``None``: as much as it can use. Other saves are not held back."""
+
     checksum: Literal["auto", "crc32c", "crc64nvme", "none"] = "auto"
     """Checksum header of each part. ``auto``: CRC32C, off where the store refuses or ignores it. The manifest's CRC32C
     values are kept, and checked at load, in every case."""
@@ -149,6 +153,8 @@ class S3Config:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, got {value}")
+        if self.background_cores is not None and not self.background_cores > 0:
+            raise ConfigError(f"background_cores must be more than 0, or None, got {self.background_cores}")
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ConfigError("access_key_id and secret_access_key go together: give both or neither")
         if self.session_token is not None and self.access_key_id is None:
@@ -248,7 +254,8 @@ def _check_endpoints(given: str | tuple[str, ...] | None) -> None:
         except ValueError:
             port_is_good = False
         if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
-            raise ConfigError(f"endpoint_url must look like http(s)://host[:port], got {url!r}")
+            shown = url if "@" not in url else f"***@{url.rpartition('@')[2]}"  # before it there may be a password
+            raise ConfigError(f"endpoint_url must look like http(s)://host[:port], got {shown!r}")
         if parts.path not in ("", "/") or parts.query or parts.username:
             raise ConfigError(
                 f"endpoint_url must not have a path, a query or credentials, got {parts.scheme}://{parts.hostname}…: bucket "
@@ -307,6 +314,7 @@ _PARSERS: Final[dict[str, Any]] = {
     "read_timeout_s": float,
     "save_deadline_s": float,
     "load_deadline_s": float,
+    "background_cores": float,
     "stall_limit_s": float,
     "checksum": str,
     "conditional_commit": str,

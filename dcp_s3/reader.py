@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -25,8 +24,9 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.archive import load_record
+from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
-from dcp_s3._checkpoint.fetch import Batch, Piece, batches, raw_pieces, unpack_crcs
+from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
     check_relative,
@@ -73,6 +73,8 @@ class _Load:
     sha256: str = ""
     metadata: Metadata | None = None
     chunks: dict[str, dict[tuple[int, ...], ChunkStorageMetadata]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    pause: Pause | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +179,7 @@ class S3StorageReader(StorageReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = load.sha256[:32]
+        load.pause = Pause()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -206,7 +209,11 @@ class S3StorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for, check it, and commit it to the planner."""
         load = self._current()
-        self._read(load, plan, planner)
+        try:
+            self._read(load, plan, planner)
+        finally:
+            if load.pause is not None:
+                load.pause.end()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -315,11 +322,13 @@ class S3StorageReader(StorageReader):
                 "the reader that belongs to its writer"
             )
         source = f"{fqn} in {load.url}"
-        key = load.url.key(check_relative(info.relative_path, source=source))
+        key = load.keys.get(info.relative_path)
+        if key is None:
+            key = load.keys[info.relative_path] = load.url.key(check_relative(info.relative_path, source=source))
         extra = info.__dict__
         packed = extra.get("crc32c") if self._verify else None
         raw_offset = extra.get("raw_offset")
-        chunk = self._chunk(load, read.storage_index)
+        chunk = chunk_at(load.metadata, read.storage_index, load.chunks)
         if read.type == LoadItemType.BYTE_IO or raw_offset is None or chunk is None:
             return [self._opaque(load, read, planner, info, key, packed, source)]
         tensor = load.metadata.state_dict_metadata[fqn]
@@ -396,24 +405,6 @@ class S3StorageReader(StorageReader):
         item.left -= 1
         if item.left == 0 and item.target is not None:
             planner.commit_tensor(item.read, item.target)
-
-    @staticmethod
-    def _chunk(load: _Load, index: MetadataIndex) -> ChunkStorageMetadata | None:
-        assert load.metadata is not None  # noqa: S101
-        tensor = load.metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(tensor, TensorStorageMetadata):
-            return None
-        offset = tuple(index.offset or ())
-        if index.index is not None and index.index < len(tensor.chunks):
-            hinted = tensor.chunks[index.index]
-            if tuple(hinted.offsets) == offset:
-                return hinted
-        table = load.chunks.get(index.fqn)
-        if table is None:
-            table = load.chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in tensor.chunks}
-        if index.offset is None and len(tensor.chunks) == 1:
-            return tensor.chunks[0]
-        return table.get(offset)
 
     def _corrupt(self, load: _Load, piece: Piece, offset: int) -> CorruptCheckpointError:
         fqn = piece.item.read.storage_index.fqn

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, delete_replaced, observe
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
@@ -36,6 +37,7 @@ from dcp_s3._checkpoint.shard import ShardWriter
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
 from dcp_s3._transfer.dataplane import Job, data_plane
+from dcp_s3._transfer.pace import Pace
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.plan import choose_part_bytes
 from dcp_s3._transfer.probe import Conditions, conditions_of
@@ -71,6 +73,7 @@ class _Save:
     deadline: Deadline
     store: ControlStore
     job: Job
+    pause: Pause
     write_id: str = field(default_factory=new_write_id)
     started: float = field(default_factory=time.monotonic)
     observed: Observed | None = None
@@ -166,6 +169,7 @@ class S3StorageWriter(StorageWriter):
                 deadline=deadline,
                 store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
                 job=Job(url.bucket, deadline, counter, Progress(), rank),
+                pause=Pause(),
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -196,7 +200,10 @@ class S3StorageWriter(StorageWriter):
         """Stream this rank's items. Returns when every object is complete and verified."""
         save = self._current()
         with _failure_told(save.url, save.rank):
-            results = self._write(save, plan, planner)
+            try:
+                results = self._write(save, plan, planner)
+            finally:
+                save.pause.end_soon()  # when the results have been sent to the coordinator
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -210,7 +217,10 @@ class S3StorageWriter(StorageWriter):
         """
         save = self._current()
         with _failure_told(save.url, save.rank):
-            self._finish(save, metadata, results)
+            try:
+                self._finish(save, metadata, results)
+            finally:
+                save.pause.end()
 
     # ------------------------------------------------------------------ DCP's AsyncStager
 
@@ -244,6 +254,8 @@ class S3StorageWriter(StorageWriter):
         return save
 
     def _finish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        from dcp_s3 import __version__
+
         if save.observed is None:
             raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
         if not save.probed:
@@ -261,7 +273,7 @@ class S3StorageWriter(StorageWriter):
             metadata_bytes=len(body),
             world_size=len(results),
             created_unix_s=time.time(),
-            writer=f"dcp_s3 {_version()}",
+            writer=f"dcp_s3 {__version__}",
             objects=entries,
         )
         name = save.url.key(manifest_name(save.write_id))
@@ -313,7 +325,9 @@ class S3StorageWriter(StorageWriter):
         part_bytes = choose_part_bytes(
             total, largest=largest, wanted=self._config.part_bytes, memory_bytes=self._config.memory_bytes
         )
-        shard = ShardWriter(plane, save.job, save.url, new_token(), save.rank, part_bytes=part_bytes)
+        shard = ShardWriter(
+            plane, save.job, save.url, new_token(), save.rank, part_bytes=part_bytes, pace=self._pace(save, planner)
+        )
         leases: set[Lease] = set()
         try:
             results = [self._write_item(shard, item, planner, leases) for item in _bytes_first(plan.items)]
@@ -331,6 +345,14 @@ class S3StorageWriter(StorageWriter):
         seconds = time.monotonic() - save.started
         _log.debug("rank %d: %d bytes in %d objects in %.2f s", save.rank, shard.size, len(receipts), seconds)
         return results
+
+    def _pace(self, save: _Save, planner: SavePlanner) -> Pace | None:
+        """A pace for what was staged in this process: it saves in a thread beside the training."""
+        values, cores = getattr(planner, "state_dict", {}).values(), self._config.background_cores
+        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        lease = None if first is None else lease_of(first)
+        local = lease is not None and lease.is_local
+        return Pace(cores, save.job.progress, save.deadline) if cores is not None and local else None
 
     @staticmethod
     def _write_item(shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease]) -> WriteResult:
@@ -423,9 +445,3 @@ def _portable(error: BaseException, rank: int) -> BaseException:
     except Exception:  # noqa: BLE001 -- whatever pickle or a foreign __init__ raises
         return DcpS3Error(f"{type(error).__name__}: {error}").with_context(rank=rank)
     return error
-
-
-def _version() -> str:
-    from dcp_s3 import __version__
-
-    return __version__

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from dcp_s3._checkpoint.layout import manifest_name
+from dcp_s3._checkpoint.layout import WRITE_ID_FIELD, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._transfer.retry import backoff_s
 from dcp_s3._transfer.store import is_missing, is_precondition_failed
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WRITE_ID_FIELD: Final = "dcp-s3-write-id"
-"""User metadata of the record: whose checkpoint it is, known without reading the whole record."""
 _REFUSALS: Final = 5
 """So often a store may refuse the condition although nothing has changed, before that counts as a conflict."""
 _DELETE_THREADS: Final = 8
@@ -151,7 +149,7 @@ def commit(
             raise
         except StorageError as error:
             if deadline.expired or not isinstance(error, StorageUnavailableError):
-                raise _unknown(store, key, attempt, error) from error
+                raise _unknown(store, key, attempt, failure) from error
             there = "unchanged"  # nothing learnt: the identical PUT is safe to repeat
         if there == "ours":
             return

@@ -9,7 +9,9 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp_s3._checkpoint.record import COPIED_AS, memory_of, scratch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_s3._checkpoint.record import COPIED_AS, copy_values, memory_of, scratch
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from dcp_s3._transfer.download import RangeRead
 from dcp_s3._transfer.plan import coalesce
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
     _Index = tuple[int, ...]
 
@@ -67,13 +70,14 @@ class Piece:
 class Batch:
     """The pieces of one ranged GET and where their bytes are."""
 
-    __slots__ = ("pieces", "scratch", "segments", "start", "together")
+    __slots__ = ("block", "pieces", "scratch", "segments", "start", "together")
 
     def __init__(self, pieces: Sequence[Piece], start: int, end: int) -> None:
         self.pieces = pieces
         self.start = start
         overlap = any(a.end > b.start for a, b in itertools.pairwise(pieces))
         self.together = overlap or not any(piece.direct for piece in pieces)
+        self.block = memoryview(b"")
         self.segments: list[list[memoryview]] = []
         if self.together:
             self.scratch = end - start
@@ -83,9 +87,8 @@ class Batch:
     def destinations(self) -> list[memoryview | int]:
         """Allocate the scratch and lay out where the bytes of the GET go."""
         if self.together:
-            block = scratch(self.scratch)
-            self.segments = [[block[p.start - self.start : p.end - self.start]] for p in self.pieces]
-            return [block]
+            self.block = scratch(self.scratch)
+            return [self.block]
         out: list[memoryview | int] = []
         position = self.start
         self.segments = []
@@ -102,17 +105,25 @@ class Batch:
             position = piece.end
         return out
 
+    def _arrived(self) -> Iterator[tuple[Piece, Sequence[memoryview]]]:
+        """Each piece with the memory that holds its bytes; of many small ones, slices that last no longer than they are used."""
+        if not self.together:
+            yield from zip(self.pieces, self.segments, strict=True)
+            return
+        for piece in self.pieces:
+            yield piece, (self.block[piece.start - self.start : piece.end - self.start],)
+
     def faults(self) -> list[tuple[Piece, int]]:
         """Pieces whose bytes do not have their CRC, each with the offset of the first wrong chunk in its record."""
         return [
             (piece, piece.first_byte + chunk * CRC_CHUNK_BYTES)
-            for piece, segments in zip(self.pieces, self.segments, strict=True)
+            for piece, segments in self._arrived()
             if (chunk := _first_wrong(segments, piece.crcs)) is not None
         ]
 
     def deliver(self) -> None:
         """Hand the checked bytes on."""
-        for piece, segments in zip(self.pieces, self.segments, strict=True):
+        for piece, segments in self._arrived():
             if piece.direct and not self.together:
                 continue
             data = segments[0]
@@ -160,6 +171,32 @@ def batches(pieces: Sequence[Piece]) -> Iterator[RangeRead[Batch]]:
             yield RangeRead(key, start, end - start, scratch=batch.scratch, pieces=batch.destinations, about=batch)
 
 
+def chunk_at(
+    metadata: Metadata, index: MetadataIndex, tables: dict[str, dict[tuple[int, ...], ChunkStorageMetadata]]
+) -> ChunkStorageMetadata | None:
+    """The chunk of a tensor that an index means; ``None`` if it means an object, or a chunk that is not there.
+
+    Args:
+        metadata: The checkpoint's.
+        index: Name, offset, and perhaps a hint at the chunk's place.
+        tables: Chunks by their offsets, kept by the caller from call to call.
+    """
+    tensor = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(tensor, TensorStorageMetadata):
+        return None
+    offset = tuple(index.offset or ())
+    if index.index is not None and index.index < len(tensor.chunks):
+        hinted = tensor.chunks[index.index]
+        if tuple(hinted.offsets) == offset:
+            return hinted
+    table = tables.get(index.fqn)
+    if table is None:
+        table = tables[index.fqn] = {tuple(chunk.offsets): chunk for chunk in tensor.chunks}
+    if index.offset is None and len(tensor.chunks) == 1:
+        return tensor.chunks[0]
+    return table.get(offset)
+
+
 def unpack_crcs(packed: bytes | None, nbytes: int, *, source: str) -> tuple[int, ...]:
     """The CRCs that ride on a record's storage info, checked against the length that they cover."""
     if packed is None:
@@ -197,18 +234,15 @@ def raw_pieces(
         target: Filled; of shape ``lengths``, any device, strides and dtype.
         item: Kept on the pieces.
     """
-    place = _Place(dtype, sizes or (1,), offsets or (0,), lengths or (1,), target if sizes else target[None])
     total = math.prod(sizes) * dtype.itemsize
+    plain = (
+        target.is_cpu and target.dtype == dtype and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    )
+    if plain and total <= READ_BYTES and tuple(lengths) == tuple(sizes):  # what most tensors are, and many are small
+        return [Piece(key, data_start, data_start + total, 0, total, crcs, memory_of(target), None, item)]
+    place = _Place(dtype, sizes or (1,), offsets or (0,), lengths or (1,), target if sizes else target[None])
     low, high = place.first * dtype.itemsize, place.end * dtype.itemsize
-    memory = None
-    if (
-        high - low == math.prod(lengths) * dtype.itemsize
-        and target.is_cpu
-        and target.dtype == dtype
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    ):
-        memory = memory_of(target)
+    memory = memory_of(target) if plain and high - low == math.prod(lengths) * dtype.itemsize else None
     pieces = []
     position = low
     while position < high:
@@ -314,7 +348,7 @@ class _Place:
             for dim, count in enumerate(size):
                 part = part.narrow(dim, low[dim] - origin[dim], count)
                 into = into.narrow(dim, low[dim] - self._offsets[dim], count)
-            into.copy_(part)
+            copy_values(into, part)
 
     def _common(self, first: int, end: int) -> Iterator[tuple[int, _Index, _Index, _Index, _Index]]:
         """The blocks of ``[first, end)`` that reach into the box: start, shape, origin, and the common part's origin and shape."""

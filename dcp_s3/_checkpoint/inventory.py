@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from dcp_s3._checkpoint.layout import (
     RECORD_NAME,
+    WRITE_ID_FIELD,
     is_record_name,
     is_write_id,
     manifest_name,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WRITE_ID_FIELD: Final = "dcp-s3-write-id"
-"""User metadata of our records."""
 THREADS: Final = 8
 """Small requests at once: enough to hide their latency, few enough for any store."""
 _TRIES: Final = 3

@@ -23,6 +23,7 @@ from dcp_s3.errors import ConfigError, CorruptCheckpointError
 __all__ = [
     "DATA_PREFIX",
     "RECORD_NAME",
+    "WRITE_ID_FIELD",
     "CheckpointUrl",
     "check_relative",
     "data_key",
@@ -40,6 +41,8 @@ __all__ = [
 
 RECORD_NAME: Final = ".metadata"
 DATA_PREFIX: Final = "data/"
+WRITE_ID_FIELD: Final = "dcp-s3-write-id"
+"""User metadata of a record: whose checkpoint it is, known without reading the whole record."""
 
 MAX_KEY_BYTES: Final = 1024
 """Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html"""

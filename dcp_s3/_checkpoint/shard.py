@@ -19,6 +19,7 @@ from dcp_s3._checkpoint.record import (
     plain,
     row_major_slices,
     skeleton,
+    storage_alignment,
     to_contiguous_cpu,
 )
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, combine, crc32c
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from dcp_s3._checkpoint.layout import CheckpointUrl
     from dcp_s3._transfer.dataplane import DataPlane, Job
+    from dcp_s3._transfer.pace import Pace
 
 SLAB_BYTES: Final = 1 << 20
 """Buffer in which small records, heads and tails are joined."""
@@ -75,10 +77,19 @@ class ShardWriter:
         token: 16 hex digits that no other save has.
         rank: This rank, part of the object names.
         part_bytes: Size of an upload part.
+        pace: Rests between parts; ``None`` does not.
     """
 
     def __init__(
-        self, plane: DataPlane, job: Job, url: CheckpointUrl, token: str, rank: int, *, part_bytes: int
+        self,
+        plane: DataPlane,
+        job: Job,
+        url: CheckpointUrl,
+        token: str,
+        rank: int,
+        *,
+        part_bytes: int,
+        pace: Pace | None = None,
     ) -> None:
         self._plane = plane
         self._job = job
@@ -86,6 +97,8 @@ class ShardWriter:
         self._token = token
         self._rank = rank
         self._part_bytes = part_bytes
+        self._pace = pace
+        self._alignment = storage_alignment()
         self._receipts: list[ObjectReceipt] = []
         self._upload: ObjectUpload | None = None
         self._name = ""
@@ -106,7 +119,7 @@ class ShardWriter:
         tensor = tensor.detach()
         if not is_raw(tensor):
             return self.write_bytes(memoryview(opaque(tensor)))
-        frame = skeleton(tensor.dtype, tuple(tensor.shape))
+        frame = skeleton(tensor.dtype, tuple(tensor.shape), self._alignment)
         nbytes = tensor.numel() * tensor.element_size()
         upload = self._begin(len(frame.head) + nbytes + len(frame.tail))
         start = upload.size + self._used
@@ -172,7 +185,12 @@ class ShardWriter:
             self._name = data_key(self._token, self._rank, self._opened)
             self._opened += 1
             self._upload = ObjectUpload(
-                self._plane, self._job, self._url.key(self._name), self._token, part_bytes=self._part_bytes
+                self._plane,
+                self._job,
+                self._url.key(self._name),
+                self._token,
+                part_bytes=self._part_bytes,
+                pace=self._pace,
             )
         return self._upload
 

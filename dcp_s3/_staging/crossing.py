@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_s3._checkpoint.collector import gc_paused
 from dcp_s3._staging.buffers import Lease, Shipment, lease_of, receive
-from dcp_s3._staging.snapshot import first_line, gc_paused, join_dtensor
+from dcp_s3._staging.snapshot import first_line, join_dtensor
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import gc
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +11,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dcp_s3._checkpoint.collector import gc_paused
 from dcp_s3._staging.buffers import HEADER_BYTES
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -31,8 +29,6 @@ _IMMUTABLE = frozenset(
 )
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_gc_to_resume = False
 
 
 class _Copied:
@@ -236,31 +232,6 @@ class Snapshot:
 def first_line(error: BaseException) -> str:
     """Class and text of an error, without the pages that torch may append."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-@contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Hold off the cyclic garbage collector: thousands of new objects would have it walk the whole heap, for nothing."""
-    global _gc_to_resume  # noqa: PLW0603 -- as is the collector's own switch
-    if not gc.isenabled():
-        yield
-        return
-    _gc_to_resume = True
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        _gc_to_resume = False
-
-
-def _resume_gc() -> None:
-    """In a child forked meanwhile by another thread, nobody else would."""
-    if _gc_to_resume:
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_resume_gc)
 
 
 def join_dtensor(kind: type[DTensor], spec: DTensorSpec, parts: list[torch.Tensor]) -> DTensor:

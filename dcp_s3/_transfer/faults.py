@@ -78,6 +78,8 @@ _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _CLOCK: Final = "RequestTimeTooSkewed"
 _EXPIRED: Final = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _CREDENTIAL_TRIES: Final = 4
+_MISTAKES: Final = (ImportError, MemoryError, NameError)
+"""A mistake in a program, or memory that is full: no network is to blame, and no further try helps."""
 _LONGEST_RETRY_AFTER_S: Final = 300.0
 _ADVICE: Final = {
     "AccessDenied": "check the policy of these credentials for this bucket and prefix",
@@ -127,7 +129,7 @@ def translate(
         error, (HTTPClientError, UnconnectedError, IncompleteReadError, OSError, ResponseParserError, EOFError)
     ):
         made = mark(StorageUnavailableError(f"{operation} did not get an answer: {_brief(error)}"), tries=AS_POLICY)
-    elif isinstance(error, (BotoCoreError, ValueError, TypeError)):
+    elif isinstance(error, (BotoCoreError, ValueError, TypeError, *_MISTAKES)):
         made = mark(StorageError(f"{operation} could not be sent: {_brief(error)}"), tries=NEVER)
     else:
         # aiohttp's own classes, which aiobotocore does not map: the connection failed in one more way

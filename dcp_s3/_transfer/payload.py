@@ -18,17 +18,18 @@ Measured: 256 KiB to 1 MiB make no difference, less costs CPU; a whole part woul
 
 
 class Progress:
-    """When a byte last moved, for whoever watches over stalls. Written on the loop thread, read from any.
+    """When a byte last moved, for whoever watches over stalls. Written by the thread that moves the bytes, read from any.
 
     Args:
         parent: Told too; the progress of the save or load that an attempt belongs to.
     """
 
-    __slots__ = ("_parent", "last", "moved")
+    __slots__ = ("_parent", "cpu_s", "last", "moved")
 
     def __init__(self, parent: Progress | None = None) -> None:
         self.last = time.monotonic()
         self.moved = 0
+        self.cpu_s = 0.0
         self._parent = parent
 
     def touch(self) -> None:
@@ -41,6 +42,12 @@ class Progress:
         self.moved += nbytes
         if self._parent is not None:
             self._parent.advance(nbytes)
+
+    def spend(self, seconds: float) -> None:
+        """Note the CPU time that a thread took to move bytes."""
+        self.cpu_s += seconds
+        if self._parent is not None:
+            self._parent.spend(seconds)
 
 
 class ViewsPayload(payload.Payload):

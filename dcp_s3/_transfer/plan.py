@@ -14,7 +14,7 @@ MAX_PARTS: Final = 10_000
 """Parts of one object. Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
 DEFAULT_PART_BYTES: Final = 32 * MIB
 SMALLEST_CHOSEN_PART: Final = 8 * MIB
-PARTS_WANTED: Final = 64
+PARTS_WANTED: Final = 32
 """A shard is cut into at least so many parts, as long as they stay at 8 MiB or more, so that all connections work."""
 
 

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
             else:
                 future.set_result(value)
 
-        threading.Thread(target=run, name="dcp_s3-call", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="dcp_s3-call", daemon=True).start()
+        except RuntimeError:  # from Python 3.12 on no thread starts when the interpreter has begun to end
+            run()
         return future
 
 
@@ -98,6 +102,12 @@ class Portal:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def cpu_s(self) -> float:
+        """CPU time that the loop thread has taken, seconds; 0 where the system does not say."""
+        if not hasattr(time, "pthread_getclockid") or self._thread.ident is None:
+            return 0.0
+        return time.clock_gettime(time.pthread_getclockid(self._thread.ident))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Work[T]:
         """Start a coroutine on the loop thread."""

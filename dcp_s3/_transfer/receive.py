@@ -1,25 +1,21 @@
-"""A small HTTP/1.1 GET client whose body bytes are received straight into the caller's buffers."""
+"""A small HTTP/1.1 client's receiving side: body bytes go straight into the caller's buffers."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import io
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp_s3.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Sequence
 
     from dcp_s3._transfer.payload import Progress
 
 _HEAD_BYTES: Final = 64 << 10
 _ERROR_BYTES: Final = 1 << 20
-_IDLE_S: Final = 8.0
-"""An idle connection older than this is not used again: servers close theirs after 5 s or more, usually 15 to 60."""
 _TRASH: Final = memoryview(bytearray(256 << 10))
 """Where bytes go that nobody wants; written by many, read by none."""
 
@@ -90,7 +86,15 @@ class Reply:
         return self.body
 
 
-class _Connection(asyncio.BufferedProtocol):
+class Connection(asyncio.BufferedProtocol):
+    """One connection, on which one request at a time waits for its reply.
+
+    Attributes:
+        closed: It can carry no further request.
+        reusable: The last reply leaves it fit for another request.
+        idle_since: When it was put aside, seconds of the monotonic clock.
+    """
+
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._head = bytearray(_HEAD_BYTES)
@@ -115,6 +119,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport = transport
 
     async def request(self, head: bytes, sink: Sink, first_byte: int | None) -> Reply:
+        """Send a GET and have its reply, the body in ``sink`` if the status is 200 or 206."""
         self._reset()
         self._sink = sink
         self._first_byte = first_byte
@@ -137,17 +142,17 @@ class _Connection(asyncio.BufferedProtocol):
         if self._into_sink and self._sink is not None and self._sink.filled < self._sink.length:
             return self._sink.buffer()
         if self._reply is not None:
-            return memoryview(self._head)  # body of an error, moved on in buffer_updated
+            return memoryview(self._head)  # a small body, moved on in buffer_updated
         return memoryview(self._head)[self._used :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._waiter is None or self._waiter.done() or self._sink is None:
+        if self._waiter is None or self._waiter.done():
             self.abort()  # bytes that nobody asked for: the connection is out of step
-        elif self._into_sink:
+        elif self._into_sink and self._sink is not None:
             self._sink.advance(nbytes)
             self._finish_if_filled()
         elif self._reply is not None:
-            self._take_error_body(memoryview(self._head)[:nbytes])
+            self._take_body(memoryview(self._head)[:nbytes])
         else:
             self._used += nbytes
             self._take_head()
@@ -169,13 +174,14 @@ class _Connection(asyncio.BufferedProtocol):
             self._head[: len(rest)] = rest
             self._take_head()
             return
-        assert self._sink is not None  # noqa: S101 -- checked in buffer_updated
         self._reply = reply
         self.reusable = keep_alive
         length = reply.headers.get("content-length")
         self._chunked = "chunked" in reply.headers.get("transfer-encoding", "").lower()
         self._left = int(length) if length is not None and length.isdigit() and not self._chunked else None
-        if reply.status in (200, 206):
+        if reply.status == 204:
+            self._left, self._chunked = 0, False
+        if self._sink is not None and reply.status in (200, 206):
             fault = fault_of(reply, self._left, self._first_byte, self._sink.length)
             if fault is not None:
                 self._fail(fault)
@@ -187,14 +193,14 @@ class _Connection(asyncio.BufferedProtocol):
             self._sink.feed(memoryview(rest))
             self._finish_if_filled()
         else:
-            self._take_error_body(memoryview(rest))
+            self._take_body(memoryview(rest))
 
     def _finish_if_filled(self) -> None:
-        assert self._sink is not None  # noqa: S101 -- checked in buffer_updated
+        assert self._sink is not None  # noqa: S101 -- a body goes there only if there is one
         if self._sink.filled == self._sink.length:
             self._done()
 
-    def _take_error_body(self, data: memoryview) -> None:
+    def _take_body(self, data: memoryview) -> None:
         self._rest += data
         assert self._reply is not None  # noqa: S101 -- set with the head
         if self._left is not None and len(self._rest) >= self._left:
@@ -203,7 +209,7 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._chunked:
             self._take_chunks()
         if len(self._rest) > _ERROR_BYTES:
-            self._fail(ConnectionError("the error reply is too long"))
+            self._fail(ConnectionError("the reply is too long"))
 
     def _take_chunks(self) -> None:
         assert self._reply is not None  # noqa: S101 -- set with the head
@@ -234,13 +240,12 @@ class _Connection(asyncio.BufferedProtocol):
         if self._waiter is None or self._waiter.done():
             return
         if self._reply is not None and not self._into_sink and self._left is None and not self._chunked:
-            self._reply.body = bytes(self._rest)  # an error body that ends with the connection
+            self._reply.body = bytes(self._rest)  # a body that ends with the connection
             self.reusable = False
             self._done()
             return
-        got = self._sink.filled if self._sink is not None else 0
-        want = self._sink.length if self._sink is not None else 0
-        self._waiter.set_exception(exc or ConnectionError(f"the connection ended after {got} of {want} bytes"))
+        early = "before its reply" if self._sink is None else f"after {self._sink.filled} of {self._sink.length} bytes"
+        self._waiter.set_exception(exc or ConnectionError(f"the connection ended {early}"))
 
 
 def fault_of(reply: Reply, announced: int | None, first: int | None, length: int) -> Exception | None:
@@ -290,80 +295,6 @@ def _dechunk(data: bytes) -> bytes | None:
         body += data[start : start + size]
         position = start + size + 2
     return None
-
-
-class ReceivePool:
-    """Connections for GETs into buffers, kept per host. Lives on one event loop."""
-
-    def __init__(self, *, limit: int, connect_timeout_s: float, ssl_context: ssl.SSLContext | None) -> None:
-        self._limit = limit
-        self._connect_timeout_s = connect_timeout_s
-        self._ssl = ssl_context
-        self._idle: dict[tuple[str, int], list[_Connection]] = {}
-
-    async def get(
-        self,
-        host: str,
-        port: int,
-        target: str,
-        headers: Sequence[tuple[str, str]],
-        sink: Sink,
-        *,
-        first_byte: int | None,
-    ) -> Reply:
-        """Send one signed GET and receive its body.
-
-        Args:
-            host: Name or address to connect to.
-            port: TCP port.
-            target: Path and query as signed.
-            headers: All headers as signed, ``Host`` included.
-            sink: Takes the body of a 206, or of a 200 when the range is the whole object.
-            first_byte: Where the asked range starts; ``None`` if the whole object is asked for.
-
-        Raises:
-            OSError: The connection failed, ended early, or the reply is not the asked range.
-            CorruptCheckpointError: The object ends before the range does.
-        """
-        sink.rewind()
-        connection = await self._connect(host, port)
-        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers), "", ""]
-        try:
-            reply = await connection.request("\r\n".join(lines).encode("latin-1"), sink, first_byte)
-        except BaseException:
-            connection.abort()
-            raise
-        idle = self._idle.setdefault((host, port), [])
-        if connection.reusable and not connection.closed and len(idle) < self._limit:
-            connection.idle_since = time.monotonic()
-            idle.append(connection)
-        else:
-            connection.abort()
-        return reply
-
-    async def _connect(self, host: str, port: int) -> _Connection:
-        idle = self._idle.get((host, port), [])
-        while idle:
-            connection = idle.pop()
-            if not connection.closed and time.monotonic() - connection.idle_since < _IDLE_S:
-                return connection
-            connection.abort()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, made = await loop.create_connection(_Connection, host, port, ssl=self._ssl)
-        except TimeoutError as error:
-            raise ConnectionError(f"no connection to {host}:{port} within {self._connect_timeout_s:g} s") from error
-        except OSError as error:
-            raise ConnectionError(f"no connection to {host}:{port}: {error}") from error
-        return made
-
-    def close(self) -> None:
-        """Close all idle connections."""
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.abort()
-        self._idle.clear()
 
 
 def header_items(headers: Any) -> list[tuple[str, str]]:  # noqa: ANN401 -- botocore's own header class

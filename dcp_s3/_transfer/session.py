@@ -17,7 +17,8 @@ from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
 from dcp_s3._transfer.payload import Progress, ViewsPayload
-from dcp_s3._transfer.receive import ReceivePool, Reply, fault_of, header_items
+from dcp_s3._transfer.pool import PlainPool, TlsPool
+from dcp_s3._transfer.receive import Reply, fault_of, header_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,8 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         self._pool_limit = int(kwargs.get("max_pool_connections", 10))
         timeout = kwargs.get("timeout")
         self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
-        self._pools: dict[str, ReceivePool] = {}
+        self._plain = PlainPool(limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s)
+        self._tls: TlsPool | None = None
 
     async def _get_session(self, proxy_url: str | None) -> Any:  # noqa: ANN401 -- aiohttp's session
         """Make the aiohttp session one that leaves retries to us: its own would resend a PUT with its old signature."""
@@ -50,11 +52,15 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
     async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
         """Send a signed request."""
         body, sink = BODY.get(), SINK.get()
+        direct = self._proxy_config.proxy_url_for(request.url) is None
         if body is not None:
+            if direct and request.method == "PUT" and request.url.startswith("http://"):
+                address, target, headers = _parts_of(request)
+                return _answer(request, await self._plain.put(address, target, headers, *body))
             return await self._send_payload(request, ViewsPayload(*body))
         if isinstance(request.body, (bytes, bytearray)) and request.body:
             return await self._send_payload(request, ViewsPayload([memoryview(request.body)], Progress()))
-        if sink is not None and self._proxy_config.proxy_url_for(request.url) is None:
+        if sink is not None and direct:
             return await self._receive(request, sink)
         response = await super().send(request)
         if sink is not None:
@@ -70,34 +76,36 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
             raise
 
     async def _receive(self, request: Any, sink: Sink) -> Any:  # noqa: ANN401
-        url = urlsplit(request.url)
-        secure = url.scheme == "https"
-        pool = self._pools.get(url.scheme)
-        if pool is None:
-            context = await asyncio.to_thread(tls_context, self._verify_tls) if secure else None
-            pool = self._pools.setdefault(
-                url.scheme,
-                ReceivePool(limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s, ssl_context=context),
-            )
-        headers = header_items(request.headers)
-        if not any(name.lower() == "host" for name, _ in headers):
-            headers.insert(0, ("Host", url.netloc))
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        reply = await pool.get(
-            url.hostname or "",
-            url.port or (443 if secure else 80),
-            target,
-            headers,
-            sink,
-            first_byte=_first_byte(headers),
-        )
-        return AioAWSResponse(request.url, reply.status, reply.headers, reply)
+        pool: PlainPool | TlsPool = self._plain
+        if request.url.startswith("https://"):
+            if self._tls is None:
+                context = await asyncio.to_thread(tls_context, self._verify_tls)
+                made = TlsPool(limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s, context=context)
+                if self._tls is None:  # another request may have been faster
+                    self._tls = made
+            pool = self._tls
+        address, target, headers = _parts_of(request)
+        return _answer(request, await pool.get(address, target, headers, sink, first_byte=_first_byte(headers)))
 
     async def __aexit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
+        self._plain.close()
+        if self._tls is not None:
+            self._tls.close()
         await super().__aexit__(exc_type, exc_val, exc_tb)
+
+
+def _parts_of(request: Any) -> tuple[tuple[str, int], str, list[tuple[str, str]]]:  # noqa: ANN401
+    """Where a signed request goes, its target, and its headers with ``Host``."""
+    url = urlsplit(request.url)
+    headers = header_items(request.headers)
+    if not any(name.lower() == "host" for name, _ in headers):
+        headers.insert(0, ("Host", url.netloc))
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    return (url.hostname or "", url.port or (443 if url.scheme == "https" else 80)), target, headers
+
+
+def _answer(request: Any, reply: Reply) -> Any:  # noqa: ANN401
+    return AioAWSResponse(request.url, reply.status, reply.headers, reply)
 
 
 def _first_byte(headers: Sequence[tuple[str, str]]) -> int | None:

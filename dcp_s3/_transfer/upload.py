@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from dcp_s3._transfer.dataplane import DataPlane, Job
+    from dcp_s3._transfer.pace import Pace
 
 _log = logging.getLogger(__name__)
 
@@ -74,10 +75,19 @@ class ObjectUpload:
         token: Kept in the object's user metadata.
         part_bytes: Size of every part but the last.
         max_parts: Most parts of one object.
+        pace: Rests between parts; ``None`` does not.
     """
 
     def __init__(
-        self, plane: DataPlane, job: Job, key: str, token: str, *, part_bytes: int, max_parts: int = MAX_PARTS
+        self,
+        plane: DataPlane,
+        job: Job,
+        key: str,
+        token: str,
+        *,
+        part_bytes: int,
+        max_parts: int = MAX_PARTS,
+        pace: Pace | None = None,
     ) -> None:
         self.key = key
         self.size = 0
@@ -86,6 +96,7 @@ class ObjectUpload:
         self._plane = plane
         self._job = job
         self._token = token
+        self._pace = pace
         self._part = _Part()
         self._unsent = 0
         self._crcs: list[int] = []
@@ -215,6 +226,8 @@ class ObjectUpload:
         if self._created is None:
             self._created = self._submit(self._plane.create_upload(self._job, self.key, self._token))
         self._submit_part(self._upload(number, part), part)
+        if self._pace is not None:
+            self._pace.rest()
 
     def _submit_part(self, coroutine: Coroutine[Any, Any, Any], part: _Part) -> Work[Any]:
         """Send a part when there is room; its copies then go back to the budget when it has ended."""

@@ -129,27 +129,21 @@ def test_a_body_spoiled_on_its_way_up(plain_s3: FaultServer, monkeypatch: pytest
     """Bytes that change between memory and store: a store that checks CRC32C refuses the part and gets it again, whole; with one
     that does not check, the load finds it.
     """
-    from dcp_s3._transfer import payload
+    from dcp_s3._transfer import pool
 
     plain_s3.configure(checksum=checksum)
     spoiled = []
-    plain = payload.ViewsPayload.write_with_length
+    plain = pool.PlainPool.put
 
-    async def write_with_length(self: payload.ViewsPayload, writer: Any, *args: Any) -> None:
-        views = self._views
+    async def put(self: pool.PlainPool, address: Any, target: str, headers: Any, views: Any, progress: Any) -> Any:
         if not spoiled and sum(map(len, views)) > MIB:
             spoiled.append(1)
             wrong = bytearray(b"".join(views))
             wrong[1000] ^= 4
-            self._views = [memoryview(wrong)]
-            try:
-                await plain(self, writer, *args)
-            finally:
-                self._views = views
-        else:
-            await plain(self, writer, *args)
+            views = [memoryview(wrong)]
+        return await plain(self, address, target, headers, views, progress)
 
-    monkeypatch.setattr(payload.ViewsPayload, "write_with_length", write_with_length)
+    monkeypatch.setattr(pool.PlainPool, "put", put)
     state = {"w": torch.arange(BIG, dtype=torch.float32)}
     assert _save(plain_s3, state) is None
     assert spoiled == [1]

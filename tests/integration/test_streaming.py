@@ -32,8 +32,8 @@ PART = 5 * MIB
 
 @pytest.fixture(scope="module")
 def faults_process():
-    """A server whose data objects are checked and dropped: reads of them give zeros."""
-    with FaultServerProcess(discard_bodies="/data/", latency_s=0.02) as server:
+    """A server that drops the bytes of data objects: reads of them give zeros."""
+    with FaultServerProcess(discard_bodies="/data/", latency_s=0.02, checksum="ignore") as server:
         yield server
 
 
@@ -205,11 +205,11 @@ def _saved_and_loaded(rank, bucket, shape, memory_bytes):
     dcp.save(warm, checkpoint_id=bucket.url("warm"), storage_writer=store)
     dcp.load(warm, checkpoint_id=bucket.url("warm"), storage_reader=source)
     state = {
-        "one": lambda: {"w": torch.zeros(512 * MIB // 4)},
+        "one": lambda: {"w": torch.zeros(256 * MIB // 4)},
         "many": lambda: {f"w{n}": torch.zeros(2 * MIB // 4) for n in range(96)},
-        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(1200)},
+        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(800)},
         "strided": lambda: {"w": torch.zeros(8192, 16384).t()},
-        "small": lambda: {f"w{n}": torch.zeros(16 * 1024 // 4) for n in range(4096)},
+        "small": lambda: {f"w{n}": torch.zeros(16 * 1024 // 4) for n in range(3072)},
     }[shape]()
     for tensor in state.values():
         tensor.fill_(0.0)  # resident from here on

@@ -71,6 +71,14 @@ def test_is_immutable_hashable_picklable_and_slotted() -> None:
         S3Config("http://a:1")  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("url", ["ftp://me:hush@host", "me:hush@host:9000", "http://me:hush@host", "s3://me:hush@h"])
+def test_a_refused_endpoint_tells_no_password(url: str) -> None:
+    """A URL with a password in it is refused, and the message leaves the password out."""
+    with pytest.raises(ConfigError) as refused:
+        S3Config(endpoint_url=url)
+    assert "hush" not in str(refused.value)
+
+
 def test_secrets_are_masked() -> None:
     """repr shows what was set, but never a secret."""
     text = repr(

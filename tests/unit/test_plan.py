@@ -29,9 +29,9 @@ def test_a_configured_size_grows_just_enough(total_mib: float, expected_mib: int
 
 
 def test_chosen_sizes() -> None:
-    """8 MiB for small shards, 32 MiB from 2 GiB on, larger when 10,000 parts would not do."""
+    """8 MiB for small shards, 32 MiB from 1 GiB on, larger when 10,000 parts would not do."""
     assert choose_part_bytes(0) == 8 * MIB
-    assert choose_part_bytes(GIB) == 16 * MIB
+    assert choose_part_bytes(GIB // 2) == 16 * MIB
     assert choose_part_bytes(2 * GIB) == 32 * MIB
     assert choose_part_bytes(300 * GIB) == 32 * MIB
     assert choose_part_bytes(320 * GIB) == 33 * MIB

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
 from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.receive import Reply, Sink, _Connection, header_items
+from dcp_s3._transfer.receive import Connection, Reply, Sink, header_items
 
 BODY = bytes(range(256)) * 3
 FIRST = 100
@@ -53,7 +53,7 @@ class Outcome:
         self.target = bytearray(b"\xee" * len(BODY))
         self.sink = sink or Sink([memoryview(self.target)], Progress())
         self.wire = Wire()
-        self.connection = _Connection()
+        self.connection = Connection()
         self.reply: Reply | None = None
         self.error: BaseException | None = None
         asyncio.run(self._run(pieces, end, first_byte))

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.utils.serialization import config as serialization_config
 
-from dcp_s3._checkpoint.record import SMALL_BYTES, memory_of, plain, row_major_slices, skeleton, to_contiguous_cpu
+from dcp_s3._checkpoint.record import (
+    SMALL_BYTES,
+    memory_of,
+    plain,
+    row_major_slices,
+    skeleton,
+    storage_alignment,
+    to_contiguous_cpu,
+)
 
 SHAPES = [(), (1,), (3,), (0, 3), (5, 7), (SMALL_BYTES, 2)]
 
@@ -71,7 +79,7 @@ def test_all_common_dtypes_are_among_those_tested() -> None:
 def test_splice_equals_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Head + memory + tail is the record that torch.save writes with the zip CRC off, for every dtype and shape."""
     tensor = random_tensor(shape, dtype)
-    frame = skeleton(dtype, shape)
+    frame = skeleton(dtype, shape, storage_alignment())
     assert frame.head + bytes(memory_of(tensor)) + frame.tail == saved(tensor)
     if tensor.numel():
         assert len(frame.head) % 64 == 0
@@ -80,7 +88,7 @@ def test_splice_equals_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) ->
 def test_the_process_wide_setting_is_left_as_it_was() -> None:
     """Building a skeleton does not switch anybody's zip CRC off."""
     before = serialization_config.save.compute_crc32
-    skeleton(torch.float32, (11, 13))
+    skeleton(torch.float32, (11, 13), storage_alignment())
     assert serialization_config.save.compute_crc32 is before
 
 

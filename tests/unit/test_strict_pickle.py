@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
-import threading
 from dataclasses import dataclass
 
 import psutil
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint.strict_pickle import Sealed, gate, gc_paused, load
+from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
 from tests.unit.records import name, program
 
 
@@ -194,69 +192,3 @@ def test_no_program_raises_anything_else(body: list[bytes]) -> None:
     with contextlib.suppress(CorruptCheckpointError):
         run(program(*body))
     assert dict(vars(Point)) == before
-
-
-def test_the_collector_is_paused_and_resumed() -> None:
-    """Off inside, on again afterwards, also after an error."""
-    with gc_paused():
-        assert not gc.isenabled()
-        with gc_paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(CorruptCheckpointError):
-        run(program(b"t"))
-    assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    """Whoever switched it off keeps it off."""
-    gc.disable()
-    try:
-        with gc_paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_the_last_thread_out_resumes_the_collector() -> None:
-    """Two overlapping pauses: it stays off until the later one ends."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with gc_paused():
-            entered.set()
-            leave.wait(30)
-
-    with gc_paused():
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert entered.wait(30)
-    assert not gc.isenabled()
-    leave.set()
-    thread.join(30)
-    assert gc.isenabled()
-
-
-def test_a_child_forked_during_a_pause_has_its_collector() -> None:
-    """A process forked while another thread unpickles does not run without a collector for ever."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with gc_paused():
-            entered.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert entered.wait(30)
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - the child
-        good = gc.isenabled()
-        with gc_paused():
-            good = good and not gc.isenabled()
-        os._exit(0 if good and gc.isenabled() else 1)
-    leave.set()
-    thread.join(30)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,181 @@
+"""The HTTP/1.1 client without TLS: bodies move between the caller's memory and the socket by blocking calls in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Final
+
+from dcp_s3._transfer.receive import Connection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcp_s3._transfer.payload import Progress
+    from dcp_s3._transfer.receive import Reply, Sink
+
+_FIRST_CALL_BYTES: Final = 256 << 10
+_CALL_BYTES: Final = 8 << 20
+"""Most bytes of one call. Nothing is told of while it lasts: longer than ``read_timeout_s`` it would be a stall."""
+_CALL_S: Final = 0.25
+"""A call that was faster is followed by one of twice the bytes, a slower one by a small one."""
+_LOOP_BYTES: Final = 256 << 10
+"""A body of which no more than this is missing is received on the loop thread: not worth a thread."""
+_SETTLE_S: Final = 0.05
+"""A reply may be here before the thread has seen that the socket took the last bytes."""
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+_MORE: Final = getattr(socket, "MSG_MORE", 0)
+
+
+class PlainConnection(Connection):
+    """A connection whose bodies are sent and received by a few calls each.
+
+    Each time that a thread of ours comes back from the kernel it takes the GIL from whoever computes: an asyncio transport
+    does so for every 256 KiB it sends, and copies what the socket does not take at once.
+
+    Args:
+        connected: Its socket, in blocking mode, which it owns from now on.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__()
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
+        self._call_bytes = _FIRST_CALL_BYTES
+        self._in_request = self._sent = False
+        self._moving: asyncio.Future[None] | None = None
+        self._loop.add_reader(connected, self._readable)
+
+    async def send(self, head: bytes, views: Sequence[memoryview], progress: Progress) -> Reply:
+        """Send a request with a body and have its reply, which may come before all has been sent.
+
+        When this returns or raises, no thread reads the views any more.
+
+        Args:
+            head: Request line and headers, with ``Content-Length``.
+            views: The body.
+            progress: Told of every byte of it that the socket took.
+
+        Raises:
+            OSError: The connection failed or ended.
+        """
+        self._begin(None, None)
+        self._moving = self._loop.run_in_executor(None, self._send, head, views, progress)
+        try:
+            assert self._waiter is not None  # noqa: S101 -- just begun
+            reply = await self._waiter
+            await asyncio.wait({self._moving}, timeout=_SETTLE_S)
+            self._in_request = not self._sent
+            self.reusable = self.reusable and not self._in_request
+            return reply
+        finally:
+            await self._end()
+
+    async def request(self, head: bytes, sink: Sink, first_byte: int | None) -> Reply:
+        """Send a GET and have its reply, the body in ``sink``. When this returns or raises, no thread writes there."""
+        self._begin(sink, first_byte)
+        try:
+            if self._socket.send(head, socket.MSG_DONTWAIT) != len(head):
+                raise ConnectionError("the connection does not take a request")
+            assert self._waiter is not None  # noqa: S101 -- just begun
+            reply = await self._waiter
+            self._in_request = False
+            return reply
+        finally:
+            await self._end()
+
+    def abort(self) -> None:
+        """Close the connection; within a request nothing of what the socket still holds arrives any more."""
+        self.closed = True
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket)
+        if self._in_request:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self._socket.close()
+
+    def _begin(self, sink: Sink | None, first_byte: int | None) -> None:
+        self._reset()
+        self._sink = sink
+        self._first_byte = first_byte
+        self._waiter = self._loop.create_future()
+        self._in_request, self._sent = True, False
+
+    async def _end(self) -> None:
+        """Leave no thread behind."""
+        self._waiter = None
+        if self._moving is not None and not self._moving.done():
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # the call in the thread returns
+            await asyncio.wait({self._moving})
+        self._moving = self._sink = None
+
+    # ------------------------------------------------------------------ in a thread
+
+    def _send(self, head: bytes, views: Sequence[memoryview], progress: Progress) -> None:
+        with contextlib.suppress(OSError):  # what it was, the reading side will be told, perhaps by a reply
+            self._socket.sendall(head, _MORE if views else 0)
+            for view in views:
+                offset = 0
+                while offset < len(view):
+                    piece = view[offset : offset + self._call_bytes]
+                    started = time.monotonic()
+                    self._socket.sendall(piece)
+                    self._note(started)
+                    progress.advance(len(piece))
+                    offset += len(piece)
+            self._sent = True
+        progress.spend(time.thread_time())  # the thread's whole life
+
+    def _receive(self, sink: Sink) -> None:
+        while sink.filled < sink.length:
+            room = sink.buffer()[: self._call_bytes]
+            started = time.monotonic()
+            count = self._socket.recv_into(room, len(room), socket.MSG_WAITALL)
+            if not count:
+                break
+            self._note(started)
+            sink.advance(count)
+
+    def _note(self, started: float) -> None:
+        fast = time.monotonic() - started < _CALL_S
+        self._call_bytes = min(2 * self._call_bytes, _CALL_BYTES) if fast else _FIRST_CALL_BYTES
+
+    # ------------------------------------------------------------------ on the loop
+
+    def _readable(self) -> None:
+        try:
+            count = self._socket.recv_into(self.get_buffer(-1), 0, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lost(error)
+            return
+        if not count:
+            self._lost(None)
+            return
+        self.buffer_updated(count)
+        sink = self._sink
+        if self._into_sink and not self.closed and sink is not None and sink.length - sink.filled > _LOOP_BYTES:
+            self._loop.remove_reader(self._socket)
+            self._moving = self._loop.run_in_executor(None, self._receive, sink)
+            self._moving.add_done_callback(self._received)
+
+    def _received(self, moving: asyncio.Future[None]) -> None:
+        error = moving.exception()
+        if self.closed or self._waiter is None:
+            return
+        self._loop.add_reader(self._socket, self._readable)
+        if isinstance(error, OSError) or (self._sink is not None and self._sink.filled < self._sink.length):
+            self._lost(error if isinstance(error, OSError) else None)
+        else:
+            self._done()
+
+    def _lost(self, error: OSError | None) -> None:
+        self._loop.remove_reader(self._socket)
+        self.connection_lost(error)
+        if not self._in_request:
+            self.abort()
