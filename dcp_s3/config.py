@@ -102,8 +102,8 @@ class S3Config:
     retry: RetryPolicy = RetryPolicy()
 
     background_cores: float | None = 0.4
-    """CPU time that a save in a background thread (``async_save``, THREAD mode) takes at most, seconds per second: it shares
-    cores and GIL with the training. ``None``: as much as it can use. Other saves are not held back."""
+    """CPU time that an ``async_save`` takes at most on each rank, seconds per second: it shares cores, and in THREAD mode the
+    GIL, with the training. ``None``: as much as it can use. Synchronous saves are not held back."""
 
     checksum: Literal["auto", "crc32c", "crc64nvme", "none"] = "auto"
     """Checksum header of each part. ``auto``: CRC32C, off where the store refuses or ignores it. The manifest's CRC32C

@@ -347,12 +347,11 @@ class S3StorageWriter(StorageWriter):
         return results
 
     def _pace(self, save: _Save, planner: SavePlanner) -> Pace | None:
-        """A pace for what was staged in this process: it saves in a thread beside the training."""
+        """A pace for what this writer's stager has staged: the training goes on beside its save."""
         values, cores = getattr(planner, "state_dict", {}).values(), self._config.background_cores
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
-        lease = None if first is None else lease_of(first)
-        local = lease is not None and lease.is_local
-        return Pace(cores, save.job.progress, save.deadline) if cores is not None and local else None
+        staged = first is not None and lease_of(first) is not None
+        return Pace(cores, save.job.progress, save.deadline) if cores is not None and staged else None
 
     @staticmethod
     def _write_item(shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease]) -> WriteResult:

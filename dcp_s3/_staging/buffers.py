@@ -167,11 +167,6 @@ class Lease:
         self._crossings = 0
         self._reader: threading.Thread | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether this process staged it: it trains, too."""
-        return self._block is not None
-
     def release(self) -> None:
         """Hand the block back. May be called again, in any thread, and late: a newer lease of the block is not touched."""
         # A forked process reads its parent's tensors as they are; handing them back is the parent's to do.

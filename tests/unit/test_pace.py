@@ -74,7 +74,7 @@ def test_a_deadline_ends_the_rest() -> None:
     "staged, cores, paced", [(True, 0.4, True), (True, None, False), (False, 0.4, False), (False, None, False)]
 )
 def test_who_is_paced(staged: bool, cores: float | None, paced: bool) -> None:
-    """A save of what was staged in this process, and only that; ``None`` paces nothing."""
+    """A save of what was staged, and only that; ``None`` paces nothing."""
     config = S3Config(
         endpoint_url="http://127.0.0.1:9", access_key_id="a", secret_access_key="b", background_cores=cores
     )
