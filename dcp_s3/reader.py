@@ -169,17 +169,17 @@ class S3StorageReader(StorageReader):
         load = _Load(url, Deadline(deadline_s(self._config.load_deadline_s, "load_deadline_s")), Counter())
         load.record = record_name(rank)
         self._local.load = load
+        load.pause = Pause()
         try:
             metadata = self._read_record(load)
-        except CheckpointNotFoundError:
-            raise
         except Exception as error:
-            self._local.refused = error
+            load.pause.end()
+            if not isinstance(error, CheckpointNotFoundError):
+                self._local.refused = error
             raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = load.sha256[:32]
-        load.pause = Pause()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401

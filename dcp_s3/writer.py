@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.collector import Pause
+from dcp_s3._checkpoint.collector import Pause, gc_paused
 from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, delete_replaced, observe
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
@@ -260,12 +260,13 @@ class S3StorageWriter(StorageWriter):
             raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
         if not save.probed:
             save.conditions = self._conditions(save)
-        entries = _take_entries(results)
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
-        _correct_dtypes(metadata)
-        body = record_format.dumps(metadata)
+        with gc_paused():
+            entries = _take_entries(results)
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
+            metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+            _correct_dtypes(metadata)
+            body = record_format.dumps(metadata)
         manifest = Manifest(
             write_id=save.write_id,
             record=save.record,
