@@ -168,8 +168,8 @@ class DataPlane:
             if not request.done():
                 request.cancel()
                 await asyncio.wait({request}, timeout=_CANCEL_S)
-                if request.done() and not request.cancelled():
-                    request.exception()  # it failed while it was cancelled, which nobody needs to hear of
+            if request.done() and not request.cancelled():
+                request.exception()  # it failed as its waiter was cancelled, which nobody needs to hear of
 
     # ------------------------------------------------------------------ uploads
 
