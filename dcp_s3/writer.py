@@ -58,6 +58,8 @@ __all__ = ["S3StorageWriter"]
 
 _log = logging.getLogger(__name__)
 
+_RESULTS_S: Final = 1.0
+"""So long a rank's results are on their way to the coordinator; then they are dropped, without a pass of the collector."""
 _RECORD_OVERHEAD: Final = 2048
 """Upper estimate of what a record adds to its tensor's bytes; measured 1,577."""
 
@@ -203,7 +205,7 @@ class S3StorageWriter(StorageWriter):
             try:
                 results = self._write(save, plan, planner)
             finally:
-                save.pause.end_soon()  # when the results have been sent to the coordinator
+                save.pause.end_in(_RESULTS_S)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

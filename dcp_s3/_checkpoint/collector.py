@@ -35,22 +35,22 @@ class Pause:
     __slots__ = ("_pid",)
 
     def __init__(self, limit_s: float = PAUSE_S) -> None:
-        self._pid = 0
-        loop = portal().loop
-        with contextlib.suppress(RuntimeError):  # it is closed: the process ends
-            loop.call_soon_threadsafe(loop.call_later, limit_s, self.end)
-            _enter()
-            self._pid = os.getpid()
+        _enter()
+        self._pid = os.getpid()
+        self.end_in(limit_s)
 
-    def end_soon(self) -> None:
-        """End it in a second, if nobody does before: what was made is about to be dropped, and not worth a pass."""
+    def end_in(self, seconds: float) -> None:
+        """End it after so long, if nobody does before."""
         loop = portal().loop
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(loop.call_later, 1.0, self.end)
+        try:
+            loop.call_soon_threadsafe(loop.call_later, seconds, self.end)
+        except RuntimeError:  # the loop is closed: the process ends
+            self.end()
 
     def end(self) -> None:
         """Let the collector work again. Later calls do nothing, nor do those in a forked child."""
-        pid, self._pid = self._pid, 0
+        with _lock:  # the timer and the save may end it at once
+            pid, self._pid = self._pid, 0
         if pid == os.getpid():
             _leave()
 

@@ -238,7 +238,9 @@ def raw_pieces(
     plain = (
         target.is_cpu and target.dtype == dtype and target.is_contiguous() and not (target.is_conj() or target.is_neg())
     )
-    if plain and total <= READ_BYTES and tuple(lengths) == tuple(sizes):  # what most tensors are, and many are small
+    if (
+        plain and total <= READ_BYTES and tuple(lengths) == tuple(sizes) and not any(offsets)
+    ):  # what most tensors are, and many are small
         return [Piece(key, data_start, data_start + total, 0, total, crcs, memory_of(target), None, item)]
     place = _Place(dtype, sizes or (1,), offsets or (0,), lengths or (1,), target if sizes else target[None])
     low, high = place.first * dtype.itemsize, place.end * dtype.itemsize

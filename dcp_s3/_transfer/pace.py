@@ -1,4 +1,4 @@
-"""How a save in a background thread leaves room for the training that it shares cores and GIL with."""
+"""How a save in the background leaves room for the training that it shares cores, and perhaps the GIL, with."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import socket
 import time
@@ -24,7 +25,7 @@ C = TypeVar("C", bound=Connection)
 Address = tuple[str, int]
 
 
-class _Pool(Generic[C]):
+class _Pool(abc.ABC, Generic[C]):
     """Connections of one kind, kept per host. Lives on one event loop."""
 
     def __init__(self, *, limit: int, connect_timeout_s: float) -> None:
@@ -32,8 +33,9 @@ class _Pool(Generic[C]):
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Address, list[C]] = {}
 
+    @abc.abstractmethod
     async def _open(self, address: Address) -> C:
-        raise NotImplementedError
+        """Connect."""
 
     async def _take(self, address: Address) -> C:
         idle = self._idle.get(address, [])
