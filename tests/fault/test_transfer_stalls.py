@@ -115,7 +115,7 @@ def test_a_stall_of_the_control_plane_over_tls(impatient_over_tls: Transfer):
     control_stall_once(impatient_over_tls, "never-answers")
 
 
-@pytest.mark.parametrize("stall", ["never-answers", "drips"])
+@pytest.mark.parametrize("stall", ["never-reads", "never-answers", "drips"])
 def test_a_stall_for_ever(plain_s3: FaultServer, transfer_to: Callable[..., Transfer], stall: str):
     """Two attempts, each bounded, then an error that says what did not come; on either plane."""
     policy = RetryPolicy(max_attempts=2, initial_wait_s=0.002, max_wait_s=0.01)

@@ -205,11 +205,11 @@ def _saved_and_loaded(rank, bucket, shape, memory_bytes):
     dcp.save(warm, checkpoint_id=bucket.url("warm"), storage_writer=store)
     dcp.load(warm, checkpoint_id=bucket.url("warm"), storage_reader=source)
     state = {
-        "one": lambda: {"w": torch.zeros(256 * MIB // 4)},
+        "one": lambda: {"w": torch.zeros(512 * MIB // 4)},
         "many": lambda: {f"w{n}": torch.zeros(2 * MIB // 4) for n in range(96)},
-        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(800)},
+        "middling": lambda: {f"w{n}": torch.zeros(160 * 1024 // 4) for n in range(1200)},
         "strided": lambda: {"w": torch.zeros(8192, 16384).t()},
-        "small": lambda: {f"w{n}": torch.zeros(16 * 1024 // 4) for n in range(3072)},
+        "small": lambda: {f"w{n}": torch.zeros(16 * 1024 // 4) for n in range(4096)},
     }[shape]()
     for tensor in state.values():
         tensor.fill_(0.0)  # resident from here on

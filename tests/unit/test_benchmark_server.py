@@ -13,17 +13,16 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from benchmarks.server import Pace, Target, sink
+from tests.conftest import or_missing
 
 BUCKET = "bench"
 BODY = os.urandom(300_000)
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="the benchmark's server needs a C compiler"
-)
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Target]:
+    compilers = ("cc", "gcc", "clang")
+    or_missing([] if any(map(shutil.which, compilers)) else ["a C compiler"], "apt-get install gcc libc6-dev")
     with sink(preallocate_mib=8) as target:
         yield target
 

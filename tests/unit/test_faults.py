@@ -177,6 +177,9 @@ def test_credentials(error: BaseException):
         (botocore.exceptions.PartialCredentialsError(provider="env", cred_var="secret"), ConfigError),
         (botocore.exceptions.ParamValidationError(report="Invalid length"), StorageError),
         (ValueError("cannot be encoded"), StorageError),
+        (NameError("name 'x' is not defined"), StorageError),
+        (ImportError("no module"), StorageError),
+        (MemoryError(), StorageError),
     ],
 )
 def test_what_was_never_sent(error: BaseException, kind: type[DcpS3Error]):
