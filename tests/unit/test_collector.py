@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -36,27 +38,9 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_the_last_thread_out_resumes_the_collector() -> None:
-    """Two overlapping pauses: it stays off until the later one ends."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with gc_paused():
-            entered.set()
-            leave.wait(30)
-
-    with gc_paused():
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert entered.wait(30)
-    assert not gc.isenabled()
-    leave.set()
-    thread.join(30)
-    assert gc.isenabled()
-
-
-def test_a_child_forked_during_a_pause_has_its_collector() -> None:
-    """A process forked while another thread unpickles does not run without a collector for ever."""
+@contextlib.contextmanager
+def paused_elsewhere() -> Iterator[Callable[[], None]]:
+    """Another thread holds a pause until what this gives is called, or the block ends."""
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -65,17 +49,47 @@ def test_a_child_forked_during_a_pause_has_its_collector() -> None:
             leave.wait(30)
 
     thread = threading.Thread(target=hold)
+
+    def end() -> None:
+        leave.set()
+        thread.join(30)
+
     thread.start()
     assert entered.wait(30)
+    yield end
+    end()
+
+
+def exit_code_of(child: Callable[[], bool]) -> int:
+    """Of a forked child: 0 if what it looks at is so."""
     pid = os.fork()
     if pid == 0:  # pragma: no cover - the child
-        good = gc.isenabled()
+        os._exit(0 if child() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_the_last_thread_out_resumes_the_collector() -> None:
+    """Two overlapping pauses: it stays off until the later one ends."""
+    with contextlib.ExitStack() as stack:
         with gc_paused():
-            good = good and not gc.isenabled()
-        os._exit(0 if good and gc.isenabled() else 1)
-    leave.set()
-    thread.join(30)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            end = stack.enter_context(paused_elsewhere())
+        assert not gc.isenabled()
+        end()
+        assert gc.isenabled()
+
+
+def pauses_and_resumes() -> bool:
+    """Whether the collector is on, off in a pause, and on again."""
+    good = gc.isenabled()
+    with gc_paused():
+        good = good and not gc.isenabled()
+    return good and gc.isenabled()
+
+
+def test_a_child_forked_during_a_pause_has_its_collector() -> None:
+    """A process forked while another thread unpickles does not run without a collector for ever."""
+    with paused_elsewhere():
+        assert exit_code_of(pauses_and_resumes) == 0
 
 
 def test_a_pause_that_is_ended() -> None:
@@ -105,13 +119,30 @@ def test_a_pause_that_nobody_ends() -> None:
 def test_a_child_forked_during_a_pause_of_a_save() -> None:
     """It has its collector, and the end of its parent's pause changes nothing there."""
     pause = Pause()
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - the child
-        good = gc.isenabled()
+
+    def child() -> bool:
         pause.end()
-        with gc_paused():
-            good = good and not gc.isenabled()
-        os._exit(0 if good and gc.isenabled() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return pauses_and_resumes()
+
+    assert exit_code_of(child) == 0
     pause.end()
     assert gc.isenabled()
+
+
+def test_a_pause_ended_by_many_at_once() -> None:
+    """The timer and the save may both come: it ends once, and leaves another's pause alone."""
+    for _ in range(200):
+        with gc_paused():
+            pause, start = Pause(), threading.Barrier(4)
+
+            def end(pause: Pause = pause, start: threading.Barrier = start) -> None:
+                start.wait(30)
+                pause.end()
+
+            threads = [threading.Thread(target=end) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert not gc.isenabled()
+        assert gc.isenabled()

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, StorageMeta
 
 from dcp_s3 import ConfigError, CorruptCheckpointError
+from dcp_s3._checkpoint.collector import gc_paused
 from dcp_s3._checkpoint.metadata import dumps, loads
 from tests.unit.records import PATH, make_metadata, name, program
 
@@ -269,7 +270,7 @@ def test_no_moved_piece_raises_anything_else(data: st.DataObject) -> None:
 
 
 def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
-    """Checks included it stays near `pickle.load`'s time: a third of it where the collector runs, somewhat more where not."""
+    """Checks included it stays near `pickle.load`'s time without the collector, which takes most of stock's: about twice."""
     data = dumps(make_metadata(tensors=1_250, chunks=16))
 
     def seconds(read: object) -> float:
@@ -277,9 +278,10 @@ def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
         read()
         return time.process_time() - start
 
-    ours = min(seconds(lambda: loads(data, source=SOURCE)) for _ in range(2))
-    stock = min(seconds(lambda: pickle.loads(data)) for _ in range(2))
-    assert ours < 4 * stock
+    with gc_paused():
+        ours = min(seconds(lambda: loads(data, source=SOURCE)) for _ in range(3))
+        stock = min(seconds(lambda: pickle.loads(data)) for _ in range(3))
+    assert ours < 3 * stock
     assert gc.isenabled()
 
 
