@@ -118,6 +118,7 @@ def commit(
     check_permitted(store, key, observed, conditions)
     deadline.check("about to commit; nothing was committed")
     refusals = attempt = 0
+    told: StorageError | None = None  # the last answer; an attempt that the deadline cuts short has none
     while True:
         attempt += 1
         try:
@@ -139,6 +140,7 @@ def commit(
             if if_match is not None or if_none_match:
                 return
             failure = StorageError("an unconditional PUT was answered with success")  # who won is read back
+        told = failure if told is None or failure.status is not None else told
         try:
             there = _read_back(store, key, body, observed)
         except AccessDeniedError as error:
@@ -149,7 +151,7 @@ def commit(
             raise
         except StorageError as error:
             if deadline.expired or not isinstance(error, StorageUnavailableError):
-                raise _unknown(store, key, attempt, failure) from error
+                raise _unknown(store, key, attempt, told) from error
             there = "unchanged"  # nothing learnt: the identical PUT is safe to repeat
         if there == "ours":
             return
@@ -161,7 +163,7 @@ def commit(
             ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:
-            raise _unknown(store, key, attempt, failure) from failure
+            raise _unknown(store, key, attempt, told) from failure
         time.sleep(pause)
 
 
