@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.collector import Pause, gc_paused
-from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, delete_replaced, observe
+from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, confirm, delete_replaced, observe, put_manifest
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
@@ -279,14 +279,7 @@ class S3StorageWriter(StorageWriter):
             writer=f"dcp_s3 {__version__}",
             objects=entries,
         )
-        name = save.url.key(manifest_name(save.write_id))
-        text = manifest.to_json()
-        save.store.put(name, text, content_type="application/json")
-        kept = save.store.head(name).size  # behind the commit the checkpoint before may be gone
-        if kept != len(text):
-            raise StorageError(
-                f"the store acknowledged the manifest of {len(text)} bytes and keeps {kept}; nothing was committed"
-            ).with_context(rank=save.rank, operation="PutObject", bucket=save.url.bucket, key=name)
+        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json())
         key = save.url.key(save.record)
         commit(
             save.store,
@@ -297,13 +290,15 @@ class S3StorageWriter(StorageWriter):
             conditions=save.conditions,
             deadline=save.deadline,
         )
+        confirmed = confirm(save.store, key, len(body), write_id=save.write_id, observed=save.observed)
         seconds = time.monotonic() - save.started
         total = sum(entry.size for entry in entries)
         _log.info(
             "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
             save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
         )  # fmt: skip
-        delete_replaced(save.store, save.url, save.observed)
+        if confirmed:
+            delete_replaced(save.store, save.url, save.observed)
 
     def _conditions(self, save: _Save) -> Conditions | None:
         mode = self._config.conditional_commit

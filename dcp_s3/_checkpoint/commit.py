@@ -84,6 +84,20 @@ def check_permitted(store: ControlStore, key: str, observed: Observed, condition
         ).with_context(bucket=store.bucket, key=key, operation="GetObject")
 
 
+def put_manifest(store: ControlStore, key: str, text: bytes) -> None:
+    """PUT the manifest and look whether it is there: behind the commit the checkpoint before may be gone.
+
+    Raises:
+        StorageError: The store failed, or keeps something of another size.
+    """
+    store.put(key, text, content_type="application/json")
+    kept = store.head(key).size
+    if kept != len(text):
+        raise StorageError(
+            f"the store acknowledged the manifest of {len(text)} bytes and keeps {kept}; nothing was committed"
+        ).with_context(operation="PutObject", bucket=store.bucket, key=key)
+
+
 def commit(
     store: ControlStore,
     key: str,
@@ -187,6 +201,46 @@ def _read_back(store: ControlStore, key: str, body: bytes, observed: Observed) -
     if len(there.body) == len(body) and hashlib.sha256(there.body).digest() == hashlib.sha256(body).digest():
         return "ours"
     return "unchanged" if observed.etag is not None and there.info.etag == observed.etag else "foreign"
+
+
+def confirm(store: ControlStore, key: str, size: int, *, write_id: str, observed: Observed) -> bool:
+    """Look at the record that the store has acknowledged, before what it replaced is deleted.
+
+    Args:
+        store: The bucket.
+        key: Key of the record.
+        size: Its size in bytes.
+        write_id: This save's id.
+        observed: What the save saw at its beginning.
+
+    Returns:
+        Whether this record, or a later writer's, is there. ``False``: the store cannot say, so nothing may be deleted.
+
+    Raises:
+        StorageError: The store acknowledged the record and has lost it, has cut it, or still has the one before.
+    """
+    try:
+        there = store.head(key)
+    except DcpS3Error as error:
+        if not is_missing(error):
+            _log.warning(
+                "the store acknowledged %s and cannot show it; what it replaced is left to dcp-s3 gc: %s", key, error
+            )
+            return False
+        fate = "has none"
+    else:
+        writer = there.metadata.get(WRITE_ID_FIELD)
+        if writer == write_id and there.size == size:
+            return True
+        if writer is None:  # another library's, or metadata are not kept
+            return there.size == size
+        if writer not in (write_id, observed.write_id):
+            return True
+        fate = f"keeps {there.size} of its {size} bytes" if writer == write_id else "still has the one before"
+    raise StorageError(
+        f"the store acknowledged the record and {fate}: nothing may be there to load; what this save would have replaced "
+        "was not deleted. Save again, and do not trust this store"
+    ).with_context(bucket=store.bucket, key=key, operation="PutObject")
 
 
 def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed) -> int:

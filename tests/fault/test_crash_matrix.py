@@ -22,7 +22,7 @@ COUNTS = {
     (0, "CreateMultipartUpload"): 1,
     (0, "UploadPart"): 2,
     (0, "CompleteMultipartUpload"): 1,
-    (0, "HeadObject"): 2,
+    (0, "HeadObject"): 3,
     (0, "PutObject"): 6,
     (0, "DeleteObject"): 3,
     (1, "CreateMultipartUpload"): 1,
@@ -32,16 +32,16 @@ COUNTS = {
 }
 """How many requests of each operation a rank sends to replace the checkpoint."""
 MANIFEST, RECORD = Point(0, "PutObject", 5), Point(0, "PutObject", 6)
-CLEARING = {Point(0, "GetObject", 2), *(Point(0, "DeleteObject", n) for n in (1, 2, 3))}
-"""Behind the commit: the replaced checkpoint's manifest is read, and what it names is deleted."""
+CLEARING = {Point(0, "HeadObject", 3), Point(0, "GetObject", 2), *(Point(0, "DeleteObject", n) for n in (1, 2, 3))}
+"""Behind the commit: the record is looked at, the replaced checkpoint's manifest is read, and what it names is deleted."""
 
 ALL = [Point(rank, operation, n + 1) for (rank, operation), count in COUNTS.items() for n in range(count)]
 OF_EACH_KIND = [
     point
     for point in ALL
-    if point.ordinal == 1 or point in (Point(0, "HeadObject", 2), MANIFEST, RECORD, Point(0, "GetObject", 2))
+    if point.ordinal == 1 or point.operation in ("HeadObject", "GetObject") or point in (MANIFEST, RECORD)
 ]
-"""HEAD 2 looks at the manifest, PUT 1 begins the probe of the store's conditions."""
+"""HEAD 2 looks at the manifest, HEAD 3 at the record, PUT 1 begins the probe of the store's conditions."""
 POINTS = ALL if FULL else OF_EACH_KIND
 
 Trial = tuple[Point, str, str]
@@ -64,7 +64,7 @@ IN_PROCESSES: list[Trial] = [
     (RECORD, "reply", "job"),
 ]
 if FULL:
-    IN_PROCESSES = [(p, stage, who) for p in OF_EACH_KIND for stage in STAGES for who in ("parent", "child", "job")]
+    IN_PROCESSES = [(p, stage, who) for p in ALL for stage in STAGES for who in ("parent", "child", "job")]
 
 
 def name_of(trial: object) -> str:

@@ -12,9 +12,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import CheckpointNotFoundError, CorruptCheckpointError, DcpS3Error, S3StorageReader, S3StorageWriter, verify
-from tests.fault.conftest import config_of
-from tests.fault.server import Action, FaultServer, flip_stored, lose_stored, truncate_stored
+from dcp_s3 import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpS3Error,
+    S3StorageReader,
+    S3StorageWriter,
+    StorageError,
+    verify,
+)
+from dcp_s3._checkpoint.commit import Observed, confirm
+from dcp_s3._checkpoint.layout import WRITE_ID_FIELD
+from tests.fault.conftest import Transfer, config_of
+from tests.fault.server import Action, FaultServer, error, flip_stored, lose_stored, truncate_stored
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -31,6 +41,8 @@ WHAT = {
 }
 SEEN_BEFORE_COMMIT = {(what, damage) for what in ("part", "object", "manifest") for damage in ("truncate", "lose")}
 """HEAD shows the size of what lies there before the commit."""
+SEEN_BEFORE_DELETION = {("record", "truncate"), ("record", "lose")}
+"""HEAD shows it before anything of the replaced checkpoint is deleted."""
 
 
 def _damage(kind: str, at: int) -> Action:
@@ -92,7 +104,13 @@ def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, dam
         assert torch.equal(template["w"], before["w"])
         assert _finds(plain_s3) == ()
         return
-    assert failed is None
+    if (what, damage) in SEEN_BEFORE_DELETION:
+        assert isinstance(failed, StorageError), failed
+        assert (failed.key, failed.rank) == ("run/.metadata", 0)
+        assert ("keeps 300 of its" if damage == "truncate" else "has none") in failed.message
+        assert plain_s3.requests("DeleteObject") == []
+    else:
+        assert failed is None
     loading = _load(plain_s3, {"w": torch.zeros(elements)})
     assert loading is not None
     assert "s3://bucket/run" in str(loading)
@@ -201,3 +219,54 @@ assert "torch" not in sys.modules
     assert len(counts) == 10
     assert all(counts.values()), counts
     assert done.stdout.split()[-1] == "0"
+
+
+def _record(write_id: str | None, size: int) -> tuple[bytes, dict[str, str]]:
+    return b"x" * size, {} if write_id is None else {WRITE_ID_FIELD: write_id}
+
+
+@pytest.mark.parametrize(
+    "there, expected",
+    [
+        (("ours", 40), True),
+        (("ours", 39), "keeps 39 of its 40 bytes"),
+        (("before", 40), "still has the one before"),
+        (("later", 7), True),  # another writer has seen ours and replaced it
+        ((None, 40), True),  # a store that keeps no metadata
+        ((None, 7), False),  # another library's: whether it has replaced ours nobody knows
+        (None, "has none"),
+    ],
+)
+def test_a_committed_record_is_looked_at(
+    plain_s3: FaultServer, there: tuple[str | None, int] | None, expected: bool | str
+):
+    """After the commit: ours or a later writer's lets the replaced checkpoint go; less, or the one before, is an error."""
+    transfer = Transfer(plain_s3)
+    if there is not None:
+        body, metadata = _record(*there)
+        transfer.store.put("k", body, content_type="application/octet-stream", metadata=metadata)
+    observed = Observed('"etag"', "before")
+    if isinstance(expected, bool):
+        assert confirm(transfer.store, "k", 40, write_id="ours", observed=observed) is expected
+    else:
+        with pytest.raises(StorageError, match=expected) as raised:
+            confirm(transfer.store, "k", 40, write_id="ours", observed=observed)
+        assert raised.value.key == "k"
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_committed_record_that_cannot_be_looked_at(
+    plain_s3: FaultServer, caplog: pytest.LogCaptureFixture, status: int
+):
+    """An acknowledged commit stands where the store will not show it; what it replaced is then left to gc, and said so."""
+    assert _save(plain_s3, {"w": torch.zeros(10)}) is None
+    old = set(plain_s3.objects("run/")) - {"run/.metadata"}
+    rule = plain_s3.on("HeadObject", error(status, body=""), key=r"\.metadata$")
+    assert _save(plain_s3, {"w": torch.ones(10)}) is None
+    assert rule.fired
+    assert "left to dcp-s3 gc" in caplog.text
+    assert plain_s3.requests("DeleteObject") == []
+    assert old < set(plain_s3.objects("run/"))
+    template = {"w": torch.zeros(10)}
+    assert _load(plain_s3, template) is None
+    assert torch.equal(template["w"], torch.ones(10))
