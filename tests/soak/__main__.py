@@ -20,7 +20,14 @@ from tests.soak.fuzz import Tried, fuzz_for
 from tests.soak.storm import Storm, storm
 
 ROOT = Path(__file__).parents[2]
-SUITES = ("test_crash_*.py", "test_race*.py", "test_commit_*.py", "test_leaks.py", "test_real_servers.py")
+SUITES = (
+    "test_crash_*.py",
+    "test_race*.py",
+    "test_commit_*.py",
+    "test_leaks*.py",
+    "test_real_servers.py",
+    "test_*_fuzz.py",
+)
 """Fault tests whose long form is asked for with DCP_S3_TEST_FULL=1."""
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
