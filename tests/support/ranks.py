@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PRELOAD = (
     "torch",
+    "torch._dynamo",  # by fully_shard, at its first call: one second
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
