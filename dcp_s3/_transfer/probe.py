@@ -41,13 +41,13 @@ class Conditions:
         return etag.strip('"') if self.replace == "bare" else etag
 
 
-_lock = threading.Lock()
 _known: dict[tuple[object, ...], Conditions] = {}
+_asking: dict[tuple[object, ...], threading.Lock] = {}
+"""One lock per place: a store that hangs must not hold up the saves to another one."""
 
 
 def _forget() -> None:
-    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
-    _lock = threading.Lock()
+    _asking.clear()  # a lock held during the fork would stay held in the child
     _known.clear()
 
 
@@ -66,7 +66,7 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
         StorageError: The store fails for another reason than a condition.
     """
     place = (store.config.resolved().endpoint_url, store.config.access_key_id, store.bucket)
-    with _lock:
+    with _asking.setdefault(place, threading.Lock()):
         known = _known.get(place)
         if known is None:
             known = _known[place] = _probe(store, key)
