@@ -40,7 +40,7 @@ from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.pace import Pace
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.plan import choose_part_bytes
-from dcp_s3._transfer.probe import Conditions, conditions_of
+from dcp_s3._transfer.probe import Conditions, conditions_of, probe_cleared
 from dcp_s3._transfer.retry import Counter, Deadline
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3.config import S3Config
@@ -194,8 +194,9 @@ class S3StorageWriter(StorageWriter):
                 ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
             if self._config.conditional_commit == "required" or not save.observed.certain:
                 # what may be refused is refused before a byte is sent; else the probe, which leaves an object, waits for finish
-                save.conditions, save.probed = self._conditions(save), True
-                check_permitted(save.store, key, save.observed, save.conditions)
+                with probe_cleared(save.store, save.url.key(manifest_name(save.write_id))):
+                    save.conditions, save.probed = self._conditions(save), True
+                    check_permitted(save.store, key, save.observed, save.conditions)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -186,7 +186,13 @@ def _unknown(store: ControlStore, key: str, attempts: int, cause: StorageError) 
         f"commit outcome unknown: the record was sent but the store never confirmed it ({cause.message}); load the checkpoint "
         "to see which one is there. Nothing that this save wrote was deleted"
     ).with_context(
-        bucket=store.bucket, key=key, operation="PutObject", status=cause.status, code=cause.code, attempts=attempts
+        bucket=store.bucket,
+        key=key,
+        operation="PutObject",
+        status=cause.status,
+        code=cause.code,
+        request_id=cause.request_id,
+        attempts=attempts,
     )
 
 

@@ -21,7 +21,7 @@ from dcp_s3._transfer.clients import CurrentDataClients
 from dcp_s3._transfer.faults import is_expired, is_missing, is_refused_as_unknown, translate
 from dcp_s3._transfer.patience import Patience
 from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.portal import on_fork, portal
+from dcp_s3._transfer.portal import ended, on_fork, portal
 from dcp_s3._transfer.session import BODY, SINK
 from dcp_s3._transfer.store import creation, encryption
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
@@ -167,7 +167,7 @@ class DataPlane:
         finally:
             if not request.done():
                 request.cancel()
-                await asyncio.wait({request}, timeout=_CANCEL_S)
+                await ended(request, timeout_s=_CANCEL_S)
             if request.done() and not request.cancelled():
                 request.exception()  # it failed as its waiter was cancelled, which nobody needs to hear of
 

@@ -116,10 +116,14 @@ class Downloader(Generic[T]):
         return True
 
     def _start(self, read: RangeRead[T]) -> None:
-        if not read.tries:
-            read.pieces = read.make_pieces()
-        read.tries += 1
-        work = portal().submit(self._receive(read))
+        try:
+            if not read.tries:
+                read.pieces = read.make_pieces()
+            read.tries += 1
+            work = portal().submit(self._receive(read))
+        except BaseException:
+            self._plane.budget.release(read.scratch)
+            raise
         self._running.add(work)
 
         # the future is handed to its callback: one that named it would be a cycle, and keep the bytes until a collection

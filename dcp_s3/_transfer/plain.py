@@ -9,6 +9,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Final
 
+from dcp_s3._transfer.portal import ended
 from dcp_s3._transfer.receive import Connection
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ class PlainConnection(Connection):
         self._loop.remove_reader(self._socket)
         if self._in_request:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        self._socket.close()
+        if self._moving is not None and not self._moving.done():
+            self._interrupt()  # closing does not wake the call in the thread; the request ends with it, and closes then
+        else:
+            self._socket.close()
 
     def _begin(self, sink: Sink | None, first_byte: int | None) -> None:
         self._reset()
@@ -107,11 +111,20 @@ class PlainConnection(Connection):
     async def _end(self) -> None:
         """Leave no thread behind."""
         self._waiter = None
-        if self._moving is not None and not self._moving.done():
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # the call in the thread returns
-            await asyncio.wait({self._moving})
-        self._moving = self._sink = None
+        moving = self._moving
+        try:
+            if moving is not None and not moving.done():
+                self._interrupt()
+                await ended(moving)
+        finally:
+            self._moving = self._sink = None
+            if self.closed:
+                self.abort()
+
+    def _interrupt(self) -> None:
+        """Have the call in the thread return."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------------ in a thread
 

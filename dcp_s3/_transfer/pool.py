@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import socket
+import struct
 import time
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from dcp_s3._transfer.plain import PlainConnection
 from dcp_s3._transfer.receive import Connection
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 _IDLE_S: Final = 8.0
 """An idle connection older than this is not used again: servers close theirs after 5 s or more, usually 15 to 60."""
+
+_ADDRESSES: Final = 3
+"""So many addresses of a name share the time to connect; of more, those that failed come last at the next attempt."""
+_LATER_S: Final = 5.0
+_NEXT_ADDRESS_S: Final = 0.25
+"""With TLS the next address is tried beside one that has not answered for so long (RFC 8305, section 5)."""
 
 C = TypeVar("C", bound=Connection)
 Address = tuple[str, int]
@@ -86,9 +93,10 @@ class _Pool(abc.ABC, Generic[C]):
             CorruptCheckpointError: The object ends before the range does.
         """
         sink.rewind()
+        head = _head("GET", target, headers)
         connection = await self._take(address)
         try:
-            reply = await connection.request(_head("GET", target, headers), sink, first_byte)
+            reply = await connection.request(head, sink, first_byte)
         except BaseException:
             connection.abort()
             raise
@@ -104,32 +112,57 @@ class TlsPool(_Pool[Connection]):
         self._context = context
 
     async def _open(self, address: Address) -> Connection:
-        _, made = await asyncio.get_running_loop().create_connection(Connection, *address, ssl=self._context)
+        _, made = await asyncio.get_running_loop().create_connection(
+            Connection, *address, ssl=self._context, happy_eyeballs_delay=_NEXT_ADDRESS_S
+        )
         return made
 
 
 class PlainPool(_Pool[PlainConnection]):
-    """Connections without TLS, for GETs and PUTs."""
+    """Connections without TLS, for GETs and PUTs.
+
+    Args:
+        limit: Most idle connections per host.
+        connect_timeout_s: For all addresses of a name together, seconds.
+        read_timeout_s: Silence, seconds, after which a request is given up by those who wait for it. The kernel ends a call
+            on the socket somewhat later, where nobody could.
+    """
+
+    def __init__(self, *, limit: int, connect_timeout_s: float, read_timeout_s: float) -> None:
+        super().__init__(limit=limit, connect_timeout_s=connect_timeout_s)
+        self._call_limit = struct.pack("@ll", int(read_timeout_s + _LATER_S), 0)  # a struct timeval
+        self._failed: set[object] = set()
 
     async def _open(self, address: Address) -> PlainConnection:
-        loop = asyncio.get_running_loop()
+        found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+        found.sort(key=lambda info: info[-1] in self._failed)  # what did not answer last time comes last
+        share_s = self._connect_timeout_s / min(len(found), _ADDRESSES) if found else 0.0
         failure: OSError | None = None
-        for family, kind, protocol, _, place in await loop.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, place in found:
             made = socket.socket(family, kind, protocol)
             try:
-                made.setblocking(False)
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                await loop.sock_connect(made, place)
-                made.setblocking(True)
+                async with asyncio.timeout(share_s):
+                    await self._connect(made, place)
+                self._failed.discard(place)
                 return PlainConnection(made)
-            except OSError as error:
+            except OSError as error:  # TimeoutError is one
                 made.close()
+                self._failed.add(place)
                 failure = error
             except BaseException:
                 made.close()
+                self._failed.add(place)
                 raise
         raise failure or OSError("the name has no address")
+
+    async def _connect(self, made: socket.socket, place: Any) -> None:  # noqa: ANN401 -- an address of any family
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        await asyncio.get_running_loop().sock_connect(made, place)
+        made.setblocking(True)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, self._call_limit)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, self._call_limit)
 
     async def put(
         self,
@@ -151,8 +184,8 @@ class PlainPool(_Pool[PlainConnection]):
         Raises:
             OSError: The connection failed or ended.
         """
-        connection = await self._take(address)
         head = _head("PUT", target, [*headers, ("Content-Length", str(sum(map(len, views))))])
+        connection = await self._take(address)
         try:
             reply = await connection.send(head, views, progress)
         except BaseException:

@@ -61,6 +61,27 @@ class Work(concurrent.futures.Future[T]):
             self._task.cancel()
 
 
+async def ended(future: asyncio.Future[Any], *, timeout_s: float | None = None) -> None:
+    """Wait until a future is done, through cancellations of the waiter too; the last of them is raised then.
+
+    Args:
+        future: What must not be left behind.
+        timeout_s: Longest wait, seconds; ``None`` has no limit.
+    """
+    end = time.monotonic() + timeout_s if timeout_s is not None else None
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        try:
+            await asyncio.wait({future}, timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 class _Threads(concurrent.futures.ThreadPoolExecutor):
     """Runs the loop's blocking calls (name look-ups, reading of files), each on a daemon thread of its own.
 
@@ -105,7 +126,7 @@ class Portal:
 
     def cpu_s(self) -> float:
         """CPU time that the loop thread has taken, seconds; 0 where the system does not say."""
-        if not hasattr(time, "pthread_getclockid") or self._thread.ident is None:
+        if not hasattr(time, "pthread_getclockid") or self._thread.ident is None or not self._thread.is_alive():
             return 0.0
         return time.clock_gettime(time.pthread_getclockid(self._thread.ident))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from dcp_s3._transfer.faults import is_precondition_failed, is_refused_as_unknown
 from dcp_s3._transfer.portal import on_fork
-from dcp_s3.errors import StorageError, StorageUnavailableError
+from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dcp_s3._transfer.store import ControlStore
 
 _log = logging.getLogger(__name__)
@@ -41,17 +44,21 @@ class Conditions:
         return etag.strip('"') if self.replace == "bare" else etag
 
 
-_lock = threading.Lock()
 _known: dict[tuple[object, ...], Conditions] = {}
+_asking: dict[tuple[object, ...], threading.Lock] = {}
+"""One lock per place: a store that hangs must not hold up the saves to another one."""
 
 
 def _forget() -> None:
-    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
-    _lock = threading.Lock()
+    _asking.clear()  # a lock held during the fork would stay held in the child
     _known.clear()
 
 
 on_fork(_forget)
+
+
+def _place(store: ControlStore) -> tuple[object, ...]:
+    return (store.config.resolved().endpoint_url, store.config.access_key_id, store.bucket)
 
 
 def conditions_of(store: ControlStore, key: str) -> Conditions:
@@ -65,8 +72,8 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
     Raises:
         StorageError: The store fails for another reason than a condition.
     """
-    place = (store.config.resolved().endpoint_url, store.config.access_key_id, store.bucket)
-    with _lock:
+    place = _place(store)
+    with _asking.setdefault(place, threading.Lock()):
         known = _known.get(place)
         if known is None:
             known = _known[place] = _probe(store, key)
@@ -78,6 +85,24 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
                 known.replace,
             )
         return known
+
+
+@contextlib.contextmanager
+def probe_cleared(store: ControlStore, key: str) -> Iterator[None]:
+    """Where a save is refused for what the probe has just found, delete the probe's object, if that is permitted.
+
+    Args:
+        store: The bucket.
+        key: What ``conditions_of`` is given inside.
+    """
+    before = _known.get(_place(store))
+    try:
+        yield
+    except DcpS3Error:
+        if before is None and _known.get(_place(store)) is not None:
+            with contextlib.suppress(DcpS3Error):
+                store.delete(key)
+        raise
 
 
 def _probe(store: ControlStore, key: str) -> Conditions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import io
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp_s3.errors import CorruptCheckpointError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dcp_s3._transfer.payload import Progress
 
 _HEAD_BYTES: Final = 64 << 10
+_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,8}")
 _ERROR_BYTES: Final = 1 << 20
 _TRASH: Final = memoryview(bytearray(256 << 10))
 """Where bytes go that nobody wants; written by many, read by none."""
@@ -148,7 +150,14 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._waiter is None or self._waiter.done():
             self.abort()  # bytes that nobody asked for: the connection is out of step
-        elif self._into_sink and self._sink is not None:
+            return
+        try:
+            self._take(nbytes)
+        except Exception as error:  # noqa: BLE001 -- whatever a peer sends, its request must hear of it
+            self._fail(ConnectionError(f"not an HTTP reply: {error!r}"))
+
+    def _take(self, nbytes: int) -> None:
+        if self._into_sink and self._sink is not None:
             self._sink.advance(nbytes)
             self._finish_if_filled()
         elif self._reply is not None:
@@ -285,7 +294,10 @@ def _dechunk(data: bytes) -> bytes | None:
     body = bytearray()
     position = 0
     while (end := data.find(b"\r\n", position)) >= 0:
-        size = int(data[position:end].partition(b";")[0], 16)
+        digits = data[position:end].partition(b";")[0].strip()
+        if not _HEX.fullmatch(digits):
+            raise ValueError(f"a chunk of {digits[:20]!r} bytes")
+        size = int(digits, 16)
         start = end + 2
         if size == 0:
             ended = data.startswith(b"\r\n", start) or b"\r\n\r\n" in data[start:]  # the latter behind trailers

@@ -38,9 +38,12 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         super().__init__(**kwargs)
         self._verify_tls: bool | str = kwargs.get("verify", True)
         self._pool_limit = int(kwargs.get("max_pool_connections", 10))
-        timeout = kwargs.get("timeout")
-        self._connect_timeout_s = float(timeout[0] if isinstance(timeout, (list, tuple)) else timeout or 10.0)
-        self._plain = PlainPool(limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s)
+        timeout = kwargs.get("timeout") or 60.0
+        connect_s, read_s = timeout if isinstance(timeout, (list, tuple)) else (timeout, timeout)
+        self._connect_timeout_s = float(connect_s)
+        self._plain = PlainPool(
+            limit=self._pool_limit, connect_timeout_s=self._connect_timeout_s, read_timeout_s=float(read_s)
+        )
         self._tls: TlsPool | None = None
 
     async def _get_session(self, proxy_url: str | None) -> Any:  # noqa: ANN401 -- aiohttp's session

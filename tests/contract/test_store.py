@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime as dt
 import threading
 from collections.abc import Iterator
@@ -230,8 +231,10 @@ def test_listings_beyond_a_page(faults: FaultServer) -> None:
         ({"conditional_put": "honour", "if_match_form": "unquoted"}, Conditions(True, "bare")),
         ({"conditional_put": "ignore"}, Conditions(False, None)),
         ({"conditional_put": "refuse"}, Conditions(False, None)),
+        ({"if_match_form": "ignored"}, Conditions(True, None)),
+        ({"if_match_form": "refused"}, Conditions(True, None)),
     ],
-    ids=["honours", "honours-bare", "ignores", "refuses"],
+    ids=["honours", "honours-bare", "ignores", "refuses", "ignores-if-match", "refuses-if-match"],
 )
 def test_the_probe_tells_stores_apart(faults: FaultServer, settings: dict[str, Any], expected: Conditions) -> None:
     """What a store does with conditional PUTs is found out with PutObject alone, once, and leaves one object of two bytes."""
@@ -253,3 +256,40 @@ def test_a_probe_that_fails_is_no_answer(faults: FaultServer) -> None:
         conditions_of(store, "run/manifest")
     faults.go_online()
     assert conditions_of(store, "run/manifest") == Conditions(True, "quoted")
+
+
+def test_one_probe_for_many_saves(faults: FaultServer) -> None:
+    """Eight saves that ask at once, each for a manifest of its own, wait for one probe and hear the same."""
+    store = _store(faults)
+    start = threading.Barrier(8)
+    gate = faults.hold("PutObject", nth=1)
+
+    def ask(number: int) -> Conditions:
+        start.wait(timeout=20)
+        return conditions_of(store, f"run/manifest-{number}")
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, number) for number in range(8)]
+        try:
+            gate.wait_arrived()
+            assert not concurrent.futures.wait(asking, timeout=0.2).done
+        finally:
+            gate.release()
+        assert {asked.result(timeout=20) for asked in asking} == {Conditions(True, "quoted")}
+    assert len(faults.log) == 4
+    assert len(faults.objects()) == 1
+
+
+def test_a_probe_that_hangs_holds_up_no_other_store(faults: FaultServer) -> None:
+    """While the probe of one store gets no answer, that of another is made; the first goes on when its store does."""
+    gate = faults.hold("PutObject", nth=1)
+    with FaultServer() as other, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        hanging = pool.submit(conditions_of, _store(faults), "run/manifest")
+        try:
+            gate.wait_arrived()
+            asked = pool.submit(conditions_of, _store(other), "run/manifest")
+            assert asked.result(timeout=20) == Conditions(True, "quoted")
+            assert not hanging.done()
+        finally:
+            gate.release()
+        assert hanging.result(timeout=20) == Conditions(True, "quoted")

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import botocore.session
@@ -24,6 +25,7 @@ from dcp_s3._transfer.retry import Counter, Deadline
 from dcp_s3._transfer.session import ViewSession
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
+from tests.fault.provider import Provider
 from tests.fault.server import FaultServer, Handle, Settings
 
 T = TypeVar("T")
@@ -225,6 +227,22 @@ def transfer_to() -> Iterator[Callable[..., Transfer]]:
     yield make
     for transfer in made:
         wait(transfer.plane.close())
+
+
+@pytest.fixture
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provider:
+    """The credential_process of the default profile."""
+    provider = Provider(tmp_path)
+    (tmp_path / "config").write_text("[default]\n" + provider.config)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return provider
+
+
+@pytest.fixture
+def with_chain(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Callable[..., Transfer]:
+    """Makes transfer layers whose credentials come from the chain."""
+    plain_s3.configure(require_signature=True)
+    return lambda **settings: transfer_to(plain_s3, **{"access_key_id": None, "secret_access_key": None, **settings})
 
 
 @pytest.fixture

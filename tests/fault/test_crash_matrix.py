@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import DcpS3Error
+from dcp_s3 import AccessDeniedError, CommitConflictError, DcpS3Error
 from tests.fault.crash_job import FULL, STAGES, Job, Point, points_of
 from tests.fault.crash_rank import DEADLINE_S, RANKS
 from tests.fault.server import FaultServerProcess, error
@@ -34,6 +34,8 @@ COUNTS = {
 MANIFEST, RECORD = Point(0, "PutObject", 5), Point(0, "PutObject", 6)
 CLEARING = {Point(0, "HeadObject", 3), Point(0, "GetObject", 2), *(Point(0, "DeleteObject", n) for n in (1, 2, 3))}
 """Behind the commit: the record is looked at, the replaced checkpoint's manifest is read, and what it names is deleted."""
+LOOK = Point(0, "GetObject", 1)
+"""At the record, before the save: denied, it counts as "there may be none", and it is the commit that meets the one that is there."""
 
 ALL = [Point(rank, operation, n + 1) for (rank, operation), count in COUNTS.items() for n in range(count)]
 OF_EACH_KIND = [
@@ -155,7 +157,9 @@ def test_killed_with_checkpoint_processes(in_processes: Job, point: Point, stage
 
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
 def test_one_request_fails(replacing: Job, point: Point):
-    """403 to one request of one rank: every rank raises in time and the old checkpoint stays; behind the commit it is no failure."""
+    """403 to one request of one rank: every rank raises in time, naming that request, and the old checkpoint stays; behind the commit
+    it is no failure.
+    """
     before = replacing.value
     outcome = replacing.fail_at(point, error(403, "AccessDenied"), for_ever=False)
     assert outcome.seconds < DEADLINE_S + 10
@@ -163,12 +167,21 @@ def test_one_request_fails(replacing: Job, point: Point):
     if point in CLEARING:
         assert outcome.saved
     else:
+        (refused,) = (record for record in outcome.log if record.status == 403)
         assert [type(raised) for raised in outcome.ranks] == [dcp.CheckpointException] * RANKS
         for raised in outcome.ranks:
             assert list(raised.failures) == [point.rank]
             cause = raised.failures[point.rank][0]
             assert isinstance(cause, DcpS3Error)
-            assert cause.rank == point.rank
+            assert (cause.rank, cause.bucket) == (point.rank, "bucket")
+            if point == LOOK:
+                assert isinstance(cause, CommitConflictError)
+                assert (cause.operation, cause.key) == ("PutObject", "run/.metadata")
+            else:
+                assert isinstance(cause, AccessDeniedError)
+                assert (cause.operation, cause.status) == (point.operation, 403)
+                assert cause.request_id == refused.reply_headers["x-amz-request-id"]
+                assert (cause.key, cause.part) == (refused.key, refused.part)
         assert not outcome.committed
     replacing.check(outcome)
     assert (replacing.value != before) is (point in CLEARING)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import DcpS3Error, RetryPolicy, collect_garbage, verify
+from dcp_s3._checkpoint.commit import commit
 from tests.conftest import or_missing
 from tests.integration.support import assert_same, blank, load, wait_until, writer
 from tests.servers import Bucket, CephRGW, SeaweedFS, fresh_bucket, missing_rgw_binaries, missing_seaweedfs_binaries
@@ -36,19 +39,30 @@ def _state(value: float, *, tensors: int = 8) -> dict[str, Any]:
     return {f"t{n}": torch.full((MIB,), value + n) for n in range(tensors)} | {"step": int(value)}
 
 
-class Gated(dcp.DefaultSavePlanner):
-    """Calls the test when the last tensor but one is asked for: by then parts are on their way."""
+class Moment:
+    """The point of a save at which trouble comes: the save waits there until the test lets it go on."""
 
-    def __init__(self, reached: threading.Event, go_on: threading.Event) -> None:
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def meet(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(60)
+
+
+class Gated(dcp.DefaultSavePlanner):
+    """The moment comes when the last tensor but one is asked for: by then parts are on their way."""
+
+    def __init__(self, moment: Moment) -> None:
         super().__init__()
         self._asked = 0
-        self._reached, self._go_on = reached, go_on
+        self._moment = moment
 
     def resolve_data(self, write_item: Any) -> Any:
         self._asked += 1
         if self._asked == 7:
-            self._reached.set()
-            assert self._go_on.wait(60)
+            self._moment.meet()
         return super().resolve_data(write_item)
 
 
@@ -88,20 +102,28 @@ def _after(bucket: Bucket, failed: DcpS3Error | None) -> None:
         _check(bucket, path, value)
 
 
-def _replace_in_trouble(bucket: Bucket, trouble: Any) -> DcpS3Error | None:
-    """Commit two checkpoints, and replace the second while `trouble` happens between its parts."""
+def _replace_in_trouble(
+    bucket: Bucket, trouble: Callable[[concurrent.futures.Future[Any]], None], moment: Moment, **options: Any
+) -> DcpS3Error | None:
+    """Commit two checkpoints, and replace the second; at the moment `trouble` is called with the future of that save."""
     assert _save(bucket, "run/0", 0.0) is None
     assert _save(bucket, "run/1", 100.0) is None
-    reached, go_on = threading.Event(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(_save, bucket, "run/1", 200.0, planner=Gated(reached, go_on))
+        saving = pool.submit(_save, bucket, "run/1", 200.0, **options)
         try:
-            assert reached.wait(60)
-            wait_until(bucket.uploads, "an upload is open")
-            trouble(go_on)
+            assert moment.reached.wait(60)
+            trouble(saving)
         finally:
-            go_on.set()
+            moment.go_on.set()
         return saving.result(timeout=SETTINGS["save_deadline_s"] + 30)
+
+
+@pytest.fixture
+def repeated(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
+    """How many requests the package has repeated so far."""
+    name = "dcp_s3._transfer.retry"
+    caplog.set_level(logging.DEBUG, logger=name)
+    return lambda: sum(record.name == name for record in caplog.records)
 
 
 @pytest.fixture
@@ -119,64 +141,65 @@ def own_seaweedfs(tmp_path: Path) -> Any:
         yield server, bucket
 
 
-def _stopped_before_the_commit(own_ceph: Bucket, pid: int) -> DcpS3Error | None:
-    """Replace the second of two checkpoints, and stop the process when the manifest is there: the commit follows."""
-    moment = threading.Event()
-    assert _save(own_ceph, "run/0", 0.0) is None
-    assert _save(own_ceph, "run/1", 100.0) is None
-    manifests = len([key for key in own_ceph.keys("run/1") if "manifest" in key])
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(_save, own_ceph, "run/1", 200.0)
-        wait_until(
-            lambda: len([key for key in own_ceph.keys("run/1") if "manifest" in key]) > manifests or saving.done(),
-            "the manifest is there, and the commit follows",
-        )
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            moment.wait(STOPPED_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        failed = saving.result(timeout=SETTINGS["save_deadline_s"] + 30)
-    if failed is not None and "unknown" in str(failed):
-        template = load(own_ceph, "run/1", blank(_state(0.0)), no_dist=True)
-        assert template["step"] in (100, 200)  # it may have been done, and the error says so
-        failed = failed if template["step"] == 100 else None
-    return failed
-
-
 @pytest.mark.parametrize("when", ["between the parts", "before the commit"] if FULL else ["between the parts"])
-def test_ceph_whose_osd_stops(own_ceph: Bucket, when: str):
+def test_ceph_whose_osd_stops(
+    own_ceph: Bucket, when: str, repeated: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+):
     """Ceph's OSD is stopped for 10 s while parts are on their way, or the commit, so that the gateway answers nothing: the save
-    commits or fails cleanly within its deadline, the next succeeds, and every commit loads.
+    repeats its requests, is not done before the OSD goes on, commits or fails cleanly within its deadline, the next succeeds, and
+    every commit loads.
     """
     pid = own_ceph.endpoint.osd_pid
     assert pid is not None
-    if when == "before the commit":
-        _after(own_ceph, _stopped_before_the_commit(own_ceph, pid))
-        return
-    moment = threading.Event()
+    moment = Moment()
 
-    def trouble(go_on: threading.Event) -> None:
+    def trouble(saving: concurrent.futures.Future[Any]) -> None:
+        if when == "between the parts":
+            wait_until(own_ceph.uploads, "an upload is open")
+        before = repeated()
         os.kill(pid, signal.SIGSTOP)
         try:
-            go_on.set()  # the remaining parts meet a stopped store
-            moment.wait(STOPPED_S)
+            moment.go_on.set()  # the remaining parts, or the commit, meet a stopped store
+            started = time.monotonic()
+            wait_until(lambda: saving.done() or repeated() > before, "a request has failed and is repeated")
+            threading.Event().wait(started + STOPPED_S - time.monotonic())
+            assert not saving.done()
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    _after(own_ceph, _replace_in_trouble(own_ceph, trouble))
+    if when == "between the parts":
+        failed = _replace_in_trouble(own_ceph, trouble, moment, planner=Gated(moment))
+    else:
+
+        def late(*args: Any, **options: Any) -> None:
+            if options["observed"].etag is not None:
+                moment.meet()
+            commit(*args, **options)
+
+        monkeypatch.setattr("dcp_s3.writer.commit", late)
+        failed = _replace_in_trouble(own_ceph, trouble, moment)
+        if failed is not None and "unknown" in str(failed):
+            found = load(own_ceph, "run/1", blank(_state(0.0)), no_dist=True)["step"]
+            assert found in (100, 200)  # it may have been done, and the error says so
+            failed = failed if found == 100 else None
+    _after(own_ceph, failed)
 
 
-def test_seaweedfs_that_is_killed(own_seaweedfs: tuple[SeaweedFS, Bucket]):
-    """SeaweedFS gets SIGKILL while an upload is open, and is started again at the same port: the save commits or fails cleanly,
-    the next succeeds, and every commit, those from before the kill too, loads.
+def test_seaweedfs_that_is_killed(own_seaweedfs: tuple[SeaweedFS, Bucket], repeated: Callable[[], int]):
+    """SeaweedFS gets SIGKILL while an upload is open, and is started again at the same port when the save has felt it: the save
+    commits or fails cleanly, the next succeeds, and every commit, those from before the kill too, loads.
     """
     server, bucket = own_seaweedfs
+    moment = Moment()
 
-    def trouble(go_on: threading.Event) -> None:
+    def trouble(saving: concurrent.futures.Future[Any]) -> None:
+        wait_until(bucket.uploads, "an upload is open")
+        before = repeated()
         server.kill()
-        go_on.set()
+        moment.go_on.set()
+        wait_until(lambda: saving.done() or repeated() > before, "a request has failed and is repeated")
+        assert repeated() > before
         with contextlib.suppress(ChildProcessError):
             server.start()
 
-    _after(bucket, _replace_in_trouble(bucket, trouble))
+    _after(bucket, _replace_in_trouble(bucket, trouble, moment, planner=Gated(moment)))

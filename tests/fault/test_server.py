@@ -140,6 +140,8 @@ def test_ranges(s3: Handle):
         ("ceph", 412, 412, 200, 412, 200),
         ("ignores-conditions", 200, 200, 200, 200, 200),
         ("refuses-conditions", 501, 501, 501, 501, 501),
+        ("ignores-if-match", 412, 200, 200, 200, 412),
+        ("refuses-if-match", 412, 501, 501, 501, 412),
     ],
 )
 def test_conditional_writes(profile, create_again, replace_quoted, replace_unquoted, replace_stale, complete_again):

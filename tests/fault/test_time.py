@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from typing import Any
 
@@ -33,9 +34,9 @@ ONCE: dict[str, Action] = {
 }
 
 
-def _state() -> dict[str, torch.Tensor]:
+def _state(elements: int = 400_000) -> dict[str, torch.Tensor]:
     """Eight tensors, of which DCP gives four to each rank: one upload of two parts per rank."""
-    return {f"t{n}": torch.full((400_000,), float(n)) for n in range(8)}
+    return {f"t{n}": torch.full((elements,), float(n)) for n in range(8)}
 
 
 def _outcome(call: Any, *args: Any, **options: Any) -> tuple[dict[int, Any], float]:
@@ -111,6 +112,62 @@ def test_one_ranks_trouble_reaches_the_others(server: FaultServerProcess):
         assert isinstance(same, DcpS3Error)
         assert same.__dict__ == failure.__dict__
     assert [key for key in server.objects("new/") if key.endswith(".metadata")] == []
+
+
+def _save_in_trouble(rank: int, url: str, paths: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """Save once where nothing is wrong, so that the clients are made and the store is probed; then to each path."""
+    config = S3Config(endpoint_url=url, access_key_id=f"RANK{rank}", secret_access_key="secret", **settings)
+    state = _state(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_s3.writer.deadline_s", lambda configured, name: 60.0)
+        dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/warm", config=config))
+    return {
+        path: _outcome(dcp.save, state, storage_writer=S3StorageWriter(f"s3://bucket/{path}", config=config))
+        for path in paths
+    }
+
+
+@pytest.mark.parametrize("what", ["manifest", "record"])
+def test_trouble_with_the_commit_reaches_every_rank(what: str):
+    """When rank 0's PUT of the manifest or of the record is refused for ever or never answered, both ranks raise the same failure
+    of rank 0, with operation and key, within the deadline and 10 s. The record's is repeated until the deadline, and its outcome is
+    unknown, as the error says.
+    """
+    name = r"/manifest-\w+\.json$" if what == "manifest" else r"/\.metadata$"
+    troubles: dict[str, Action] = {"busy": error(503, "SlowDown"), "silent": never_answer()}
+    settings = {
+        "read_timeout_s": 0.5,
+        "save_deadline_s": DEADLINE_S,
+        "retry": RetryPolicy(max_attempts=ATTEMPTS, initial_wait_s=0.02, max_wait_s=0.1),
+    }
+    with FaultServerProcess() as server:
+        rules = {
+            path: server.on("PutObject", action, key=f"^{path}{name}", access_key="RANK0")
+            for path, action in troubles.items()
+        }
+        outcomes = run_ranks_ok(2, _save_in_trouble, server.url, list(troubles), settings, timeout_s=150)
+        fired = {path: rule.fired for path, rule in rules.items()}
+        left = set(server.objects())
+    assert {key for key in left if key.endswith(".metadata")} == {"warm/.metadata"}
+    for path in troubles:
+        (failures, seconds), (there, seconds_there) = (outcomes[rank][path] for rank in range(2))
+        assert list(failures) == list(there) == [0], path
+        failure = failures[0]
+        assert (str(failure), failure.__dict__) == (str(there[0]), there[0].__dict__), path
+        assert max(seconds, seconds_there) < DEADLINE_S + GRACE_S, (path, seconds, seconds_there)
+        assert type(failure) is StorageUnavailableError, (path, failure)
+        assert (failure.rank, failure.bucket, failure.operation) == (0, "bucket", "PutObject"), (path, failure)
+        assert re.search(f"^{path}{name}", str(failure.key)), (path, failure)
+        assert ("commit outcome unknown" in str(failure)) is (what == "record"), (path, failure)
+        if what == "manifest":
+            assert failure.attempts == fired[path] == ATTEMPTS, (path, failure)
+        else:
+            assert failure.attempts - fired[path] in (0, 1), (path, failure)  # the last one may meet the deadline
+            assert fired[path] > 1
+            assert min(seconds, seconds_there) > DEADLINE_S - 1, (path, seconds, seconds_there)
+        if path == "busy":
+            assert (failure.status, failure.code) == (503, "SlowDown")
+            assert f"request_id={failure.request_id}" in str(failure)
 
 
 def test_one_stall_is_survived(server: FaultServerProcess):

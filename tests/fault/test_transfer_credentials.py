@@ -1,9 +1,8 @@
-"""Credentials: looked up once, sought again when there are none, renewed when they have expired, never told to anybody."""
+"""Credentials: looked up once, sought again when there are none, never told to anybody. What expires is in test_transfer_expiry.py."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import (
     AccessDeniedError,
@@ -29,63 +30,11 @@ from dcp_s3 import (
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.portal import portal
 from tests.fault.conftest import KEY, TOKEN, Transfer, config_of, pattern
+from tests.fault.provider import Provider
 from tests.fault.server import FaultServer, error, reset
 
 BODY = pattern(160_000)
 JSON = "application/json"
-
-
-class Provider:
-    """A credential_process: counts its calls, fails at the first ones, and hands out what the test put down.
-
-    Args:
-        directory: Where it lives.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._calls = directory / "calls"
-        self._calls.touch()
-        self._answers = directory / "answers"
-        self._answers.mkdir()
-        script = directory / "provider.sh"
-        script.write_text(
-            f'echo call >> "{self._calls}"\n'
-            f'n=$(wc -l < "{self._calls}")\n'
-            f'while [ ! -e "{self._answers}/$n" ]; do n=$((n - 1)); done\n'
-            f'cat "{self._answers}/$n"\n'
-            f'test -s "{self._answers}/$n" || {{ echo "metadata service is busy" >&2; exit 1; }}\n'
-        )
-        self.config = f"credential_process = /bin/sh {script}\n"
-        self.answer(0, None)
-
-    def answer(self, call: int, access_key: str | None) -> None:
-        """From its n-th call on (from 1) hand out this access key; None: fail."""
-        body = ""
-        if access_key is not None:
-            keys = {"AccessKeyId": access_key, "SecretAccessKey": "PROCESS-SECRET", "SessionToken": f"T-{access_key}"}
-            body = json.dumps({"Version": 1, **keys, "Expiration": "2099-01-01T00:00:00Z"})
-        (self._answers / str(call)).write_text(body)
-
-    @property
-    def calls(self) -> int:
-        """How often it was called."""
-        return len(self._calls.read_text().splitlines())
-
-
-@pytest.fixture
-def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provider:
-    """The credential_process of the default profile."""
-    provider = Provider(tmp_path)
-    (tmp_path / "config").write_text("[default]\n" + provider.config)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    return provider
-
-
-@pytest.fixture
-def with_chain(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Callable[..., Transfer]:
-    """Makes transfer layers whose credentials come from the chain."""
-    plain_s3.configure(require_signature=True)
-    return lambda **settings: transfer_to(plain_s3, **{"access_key_id": None, "secret_access_key": None, **settings})
 
 
 def put_at_once(transfer: Transfer, count: int) -> list[BaseException | None]:
@@ -107,6 +56,22 @@ def test_one_lookup_for_many_requests(plain_s3: FaultServer, with_chain: Callabl
     assert provider.calls == 1
     assert {r.access_key for r in plain_s3.log} == {"KEY1"}
     assert plain_s3.log[0].headers["x-amz-security-token"] == "T-KEY1"
+
+
+def test_two_lookups_in_a_process(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
+    """A process asks the provider twice: once for the data plane and once for the control plane, which are clients of two libraries.
+    Any number of saves and loads asks no more.
+    """
+    provider.answer(1, "KEY1")
+    config = with_chain().config
+    for step in range(3):
+        url = f"s3://bucket/run/{step}"
+        dcp.save({"w": torch.full((10,), step)}, storage_writer=S3StorageWriter(url, config=config), no_dist=True)
+        loaded = {"w": torch.full((10,), -1)}
+        dcp.load(loaded, storage_reader=S3StorageReader(url, config=config), no_dist=True)
+        assert loaded["w"].tolist() == [step] * 10
+        assert provider.calls == 2
+    assert {record.access_key for record in plain_s3.log} == {"KEY1"}
 
 
 def test_a_provider_that_fails_at_first(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
@@ -181,133 +146,6 @@ def test_a_chain_that_was_empty(
     for call in calls:
         call()
     assert {r.access_key for r in plain_s3.log} == {"FILE"}
-
-
-@pytest.mark.parametrize("code", ["ExpiredToken", "TokenRefreshRequired"])
-def test_expiry_in_the_middle_of_an_upload(
-    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider, code: str
-):
-    """The store refuses the token half-way: the provider is asked once more, and no finished part is sent again."""
-    provider.answer(1, "OLD")
-    provider.answer(2, "NEW")
-    transfer = with_chain(max_concurrency=4)
-    plain_s3.on("*", error(400, code), access_key="OLD", since=8)
-    receipt = transfer.send(BODY, part_bytes=10_000)
-    assert plain_s3.read(KEY) == BODY
-    assert receipt.size == len(BODY)
-    assert provider.calls == 2
-    done = [r.part for r in plain_s3.requests("UploadPart", status=200)]
-    assert sorted(part for part in done if part) == list(range(1, 17))
-    refused = [r for r in plain_s3.log if r.status == 400]
-    assert 1 <= len(refused) <= 4  # those on the wire
-    assert {r.access_key for r in plain_s3.log[:7]} == {"OLD"}
-    assert plain_s3.log[-1].access_key == "NEW"
-
-
-def test_expiry_between_ranges_and_small_requests(
-    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider
-):
-    """The same for reads, and for the control plane, which has a client of its own."""
-    provider.answer(1, "OLD")
-    transfer = with_chain()
-    plain_s3.put(KEY, BODY)
-    assert transfer.get(0, 10) == BODY[:10]
-    assert transfer.store.get(KEY).body == BODY
-    assert provider.calls == 2
-    provider.answer(3, "NEW")
-    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
-    assert transfer.get(5, 10) == BODY[5:10]
-    assert transfer.store.get(KEY).body == BODY
-    assert transfer.store.head(KEY).size == len(BODY)
-    assert provider.calls == 4
-    assert [r.status for r in plain_s3.log] == [206, 200, 400, 206, 400, 200, 200]
-    assert transfer.job.counter.retries == 2
-
-
-def test_expiry_that_a_head_meets(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
-    """The reply to a HEAD has no code to say so: a 400 is then taken for an expired token, if there is another one."""
-    provider.answer(1, "OLD")
-    transfer = with_chain()
-    plain_s3.put(KEY, BODY)
-    transfer.store.get(KEY)
-    provider.answer(2, "NEW")
-    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
-    assert transfer.store.head(KEY).size == len(BODY)
-    assert [(r.access_key, r.status) for r in plain_s3.requests("HeadObject")] == [("OLD", 400), ("NEW", 200)]
-
-
-def test_expiry_twice(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
-    """Each expiry of a long save is met anew."""
-    for number in (1, 2, 3):
-        provider.answer(number, f"KEY{number}")
-        plain_s3.on("*", error(400, "ExpiredToken"), access_key=f"KEY{number}", since=7)
-    transfer = with_chain(max_concurrency=1)
-    transfer.send(BODY[:100_000], part_bytes=10_000)
-    assert plain_s3.read(KEY) == BODY[:100_000]
-    assert provider.calls == 3
-
-
-def test_a_token_that_stays_expired(plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider):
-    """A provider that hands out the expired token again is not believed twice: one request, the store's own words."""
-    provider.answer(1, "OLD")
-    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
-    transfer = with_chain()
-    for call in (lambda: transfer.put(BODY), lambda: transfer.store.get(KEY)):
-        before = len(plain_s3.log)
-        with pytest.raises(AccessDeniedError, match="session token has expired") as caught:
-            call()
-        assert (caught.value.code, caught.value.attempts) == ("ExpiredToken", 1)
-        assert len(plain_s3.log) == before + 1
-
-
-def test_a_new_token_that_is_expired_too(
-    plain_s3: FaultServer, with_chain: Callable[..., Transfer], provider: Provider
-):
-    """One renewal per request: a provider whose every token is refused does not keep a save busy."""
-    for number in range(1, 30):
-        provider.answer(number, f"KEY{number}")
-    plain_s3.on("*", error(400, "ExpiredToken"))
-    transfer = with_chain()
-    with pytest.raises(AccessDeniedError) as caught:
-        transfer.put(BODY)
-    assert (len(plain_s3.log), caught.value.attempts) == (2, 2)
-    assert provider.calls <= 3
-
-
-@pytest.mark.parametrize("source", ["config", "environment"])
-def test_static_credentials_that_expire(
-    plain_s3: FaultServer, with_chain: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch, source: str
-):
-    """Credentials that cannot change fail at once with that cause, wherever they come from."""
-    keys = {"access_key_id": "STATIC", "secret_access_key": "s", "session_token": "t"}
-    if source == "environment":
-        for name, value in keys.items():
-            monkeypatch.setenv(f"AWS_{name.upper()}", value)
-    transfer = with_chain(**(keys if source == "config" else {}))
-    plain_s3.configure(key_errors={"STATIC": "ExpiredToken"})
-    for call in (lambda: transfer.put(BODY), lambda: transfer.get(0, 1), lambda: transfer.store.get(KEY)):
-        before = len(plain_s3.log)
-        with pytest.raises(AccessDeniedError, match="use credentials that refresh") as caught:
-            call()
-        assert len(plain_s3.log) == before + 1
-        assert caught.value.code == "ExpiredToken"
-
-
-def test_a_credentials_file_that_is_rewritten(
-    plain_s3: FaultServer, with_chain: Callable[..., Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Keys that somebody rotates in the shared file are taken up when the old ones have expired."""
-    file = tmp_path / "credentials"
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    file.write_text("[default]\naws_access_key_id = OLD\naws_secret_access_key = s\n")
-    transfer = with_chain()
-    transfer.put(BODY)
-    transfer.store.get(KEY)
-    plain_s3.configure(key_errors={"OLD": "ExpiredToken"})
-    file.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = s\n")
-    transfer.put(BODY)
-    assert transfer.store.get(KEY).body == BODY
-    assert [r.access_key for r in plain_s3.log] == ["OLD", "OLD", "OLD", "NEW", "OLD", "NEW"]
 
 
 def test_a_profile_that_is_not_there(plain_s3: FaultServer, with_chain: Callable[..., Transfer]):

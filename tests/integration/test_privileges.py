@@ -110,8 +110,10 @@ def test_a_record_that_may_not_be_read(least):
 
 @pytest.mark.parametrize("conditional_put", ["ignore", "refuse"])
 def test_neither_sight_nor_conditions(least, conditional_put):
-    """Where the record may not be read and the store honours no condition, a save is refused before any data is sent."""
-    least.configure(conditional_put=conditional_put)
+    """Where the record may not be read and the store honours no condition, a save is refused before any data is sent, and leaves nothing
+    if it may delete.
+    """
+    least.configure(conditional_put=conditional_put, allowed_operations=(*ALLOWED, "DeleteObject"))
     bucket = bucket_on(least, name=conditional_put)
     for settings in ({}, {"conditional_commit": "off"}):
         with pytest.raises(dcp.CheckpointException) as caught:
@@ -121,6 +123,8 @@ def test_neither_sight_nor_conditions(least, conditional_put):
         assert "could be overwritten unseen; allow GetObject and ListBucket" in str(unseen)
         assert least.requests(("PutObject", "UploadPart"), key="/data/") == []
         assert least.requests("PutObject", key=r"\.metadata$") == []
+    assert least.objects(bucket=conditional_put) == {}
+    assert least.violations() == []
 
 
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,20 @@ def test_a_failure(fail_at: int):
     assert (store.budget.held, store.running) == (0, 0)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError("mmap")])
+def test_memory_that_cannot_be_had(error: Exception):
+    """The budget gets back what was reserved for it, and the other reads end."""
+    store = Store()
+
+    def refuse() -> list[memoryview]:
+        raise error
+
+    reads = [read(3, 50, bytearray(50), scratch=50), RangeRead("k", 0, 99, scratch=99, pieces=refuse, about=0)]
+    with pytest.raises(type(error)):
+        list(downloader(store).run(reads))
+    assert (store.budget.held, store.running) == (0, 0)
+
+
 def test_again():
     """A read that is asked for again is received into the same memory, and counts its tries."""
     store = Store()
@@ -137,6 +152,20 @@ def test_the_bounds_of_time():
         with pytest.raises(DeadlineExceededError, match=text):
             list(downloader(store, deadline_s=deadline_s).run([read(-1, 10, bytearray(10), scratch=7)]))
         assert (store.budget.held, store.running) == (0, 0)
+
+
+def test_the_stall_limit_that_nobody_set():
+    """A load is given up when no byte has arrived for 120 s, and not before."""
+    store = Store()
+    store.config = S3Config()
+    assert store.config.stall_limit_s == 120.0
+    loading = downloader(store)
+    loading._job.progress.last = time.monotonic() - 100
+    loading._check()
+    loading._job.progress.last = time.monotonic() - 120.1
+    with pytest.raises(DeadlineExceededError, match=r"no byte has arrived for 12\d s \(stall_limit_s\)") as stalled:
+        list(loading.run([read(-1, 10, bytearray(10), scratch=7)]))
+    assert (stalled.value.operation, store.budget.held, store.running) == ("GetObject", 0, 0)
 
 
 def test_two_objects_under_one_key():

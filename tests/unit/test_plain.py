@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,11 +59,17 @@ def listening(*handlers: Handler) -> Iterator[tuple[str, int]]:
         served.result(10)
 
 
-def put(address: tuple[str, int], *bodies: bytes, progress: Progress | None = None, limit_s: float = 10) -> list[Any]:
+def put(
+    address: tuple[str, int],
+    *bodies: bytes,
+    progress: Progress | None = None,
+    limit_s: float = 10,
+    connect_timeout_s: float = 5,
+) -> list[Any]:
     """PUT bodies one after the other through one pool; each gives its reply or its error."""
 
     async def run() -> list[Any]:
-        pool = PlainPool(limit=2, connect_timeout_s=5)
+        pool = PlainPool(limit=2, connect_timeout_s=connect_timeout_s, read_timeout_s=5)
         replies: list[Any] = []
         for body in bodies:
             views = [memoryview(body)[:100], memoryview(b""), memoryview(body)[100:]]
@@ -197,6 +204,28 @@ def test_a_peer_that_never_reads() -> None:
     assert sum(map(len, held)) < len(BODY)
 
 
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n-6\r\n", OK + OK]
+)
+def test_a_peer_that_talks_nonsense_and_never_reads(said: bytes) -> None:
+    """The request ends at once, and with it the thread that was blocked in sending: nobody reads the views any more."""
+    over = threading.Event()
+
+    def handler(peer: socket.socket) -> None:
+        peer.recv(1000)
+        peer.sendall(said)
+        over.wait(10)
+
+    body = BODY * 3
+    with listening(handler) as address:
+        started = time.monotonic()
+        (reply,) = put(address, body)  # running to its end waits for the threads of its loop
+        seconds = time.monotonic() - started
+        over.set()
+    assert seconds < 3
+    assert isinstance(reply, ConnectionError) or reply.status == 200
+
+
 def test_a_connection_that_ended_while_idle() -> None:
     """Its end is seen, and the next request opens another."""
     closed = threading.Event()
@@ -208,7 +237,7 @@ def test_a_connection_that_ended_while_idle() -> None:
         closed.set()
 
     async def run(address: tuple[str, int]) -> list[int]:
-        pool = PlainPool(limit=2, connect_timeout_s=5)
+        pool = PlainPool(limit=2, connect_timeout_s=5, read_timeout_s=5)
         statuses = []
         for _ in range(2):
             reply = await pool.put(address, "/", HEADERS, [memoryview(b"x" * 500)], Progress())
@@ -251,6 +280,51 @@ def test_a_name_with_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reply.status == 200
 
 
+def test_an_address_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its share of the time to connect only, and comes last at the next attempt."""
+    tried: list[Any] = []
+
+    def handler(peer: socket.socket) -> None:
+        read_request(peer)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+    silent = ("192.0.2.1", 80)  # RFC 5737: for documentation; nobody is asked, the connect below is the test's own
+    connect = asyncio.SelectorEventLoop.sock_connect
+    with listening(handler, handler) as address:
+
+        async def both(self: object, *args: Any, **kwargs: Any) -> list[Any]:
+            kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+            return [(*kind, silent), (*kind, address)]
+
+        async def hang(self: Any, made: socket.socket, place: Any) -> None:
+            tried.append(place)
+            if place == silent:
+                await asyncio.sleep(60)
+            await connect(self, made, place)
+
+        monkeypatch.setattr(asyncio.SelectorEventLoop, "getaddrinfo", both)
+        monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_connect", hang)
+        replies = put(("store", 80), b"x" * 200, b"y" * 200, connect_timeout_s=1)
+    assert [reply.status for reply in replies] == [200, 200]
+    assert tried == [silent, address, address]
+
+
+def test_the_kernel_ends_a_call_that_nobody_else_can() -> None:
+    """Each socket has a time-out of its own, later than that of the request."""
+
+    async def run() -> list[bytes]:
+        pool = PlainPool(limit=1, connect_timeout_s=5, read_timeout_s=7)
+        connection = await pool._take(server.getsockname())
+        options = [
+            connection._socket.getsockopt(socket.SOL_SOCKET, o, 16) for o in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+        ]
+        connection.abort()
+        return options
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert asyncio.run(run()) == [struct.pack("@ll", 12, 0)] * 2
+
+
 # ---------------------------------------------------------------------------------------------------- GET
 
 RANGE = [("Host", "store"), ("Range", "bytes=0-10239999")]
@@ -260,7 +334,7 @@ def get(address: tuple[str, int], *sinks: Sink, limit_s: float = 10) -> list[Any
     """GET into sinks, one after the other through one pool; each gives its reply or its error."""
 
     async def run() -> list[Any]:
-        pool = PlainPool(limit=2, connect_timeout_s=5)
+        pool = PlainPool(limit=2, connect_timeout_s=5, read_timeout_s=5)
         replies: list[Any] = []
         for sink in sinks:
             try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_s3._transfer.portal import Portal, portal
+from dcp_s3._transfer.portal import Portal, ended, portal
 
 
 @pytest.fixture
@@ -191,3 +191,25 @@ def test_behind_a_fork():
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "parent done\n", "")
     assert time.monotonic() - started < 20
+
+
+def test_waiting_for_the_end_through_cancellations():
+    """However often the waiter is cancelled, it waits, and is cancelled then; with a time-out not for longer than that."""
+
+    async def run(timeout_s: float | None) -> tuple[float, bool]:
+        work = asyncio.get_running_loop().create_task(asyncio.sleep(0.3))
+        waiter = asyncio.get_running_loop().create_task(ended(work, timeout_s=timeout_s))
+        started = time.monotonic()
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            waiter.cancel()
+        await asyncio.wait({waiter})
+        assert waiter.cancelled()
+        return time.monotonic() - started, work.done()
+
+    seconds, done = asyncio.run(run(None))
+    assert done
+    assert seconds >= 0.29
+    seconds, done = asyncio.run(run(0.15))
+    assert not done
+    assert 0.14 <= seconds < 0.29

@@ -167,6 +167,8 @@ def test_any_split_of_a_chunked_error(places: list[int], sizes: list[int]):
         (b"\x15\x03\x01\x00\x02\x02\r\n\r\n", "not an HTTP reply"),
         (b"HTTP/1.1 abc\r\n\r\n", "not an HTTP reply"),
         (b"x" * 70_000, "head is longer than"),
+        (HEAD.replace(b"Content-Length: 768", b"Content-Length: \xb2"), "not an HTTP reply"),  # a digit to str.isdigit
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, "not an HTTP reply"),
     ],
 )
 def test_replies_that_are_not_believed(head: bytes, text: str):
@@ -179,10 +181,12 @@ def test_replies_that_are_not_believed(head: bytes, text: str):
     assert not outcome.connection.reusable
 
 
-@pytest.mark.parametrize("body", [b"zz\r\n\r\n", b"x" * 2_000_000])
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n\r\n", b"-6\r\n", b"+5\r\nabcde\r\n", b"0x5\r\nabcde\r\n", b"1_0\r\n", b"\r\n", b"x" * 2_000_000]
+)
 def test_errors_that_are_no_end(body: bytes):
     """An error body whose chunks are none, or that has no end, is given up."""
-    form = b"Transfer-Encoding: chunked" if body.startswith(b"z") else b"Connection: close"
+    form = b"Transfer-Encoding: chunked" if len(body) < 100 else b"Connection: close"
     error = Outcome([b"HTTP/1.1 503 Busy\r\n" + form + b"\r\n\r\n", body]).error
     assert isinstance(error, ConnectionError)
     assert re.search("not a chunked body|too long", str(error))

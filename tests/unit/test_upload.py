@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_s3 import AccessDeniedError, RetryPolicy, S3Config, StorageError
+from dcp_s3 import AccessDeniedError, DeadlineExceededError, RetryPolicy, S3Config, StorageError
 from dcp_s3._transfer.budget import ByteBudget
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.dataplane import Head, Job
@@ -226,3 +227,19 @@ def test_more_parts_than_an_object_may_have():
         upload.append(memoryview(bytes(6)))
     upload.append(memoryview(bytes(5)))
     assert upload.finish().size == 30
+
+
+def test_the_stall_limit_that_nobody_set():
+    """An upload is given up when nothing was acknowledged for 120 s, and not before."""
+    store = Store()
+    assert store.config.stall_limit_s == 120.0
+    store.hold()
+    upload = upload_to(store, part_bytes=10)
+    upload.append(memoryview(bytes(10)))
+    upload._job.progress.last = time.monotonic() - 100
+    upload._check()
+    upload._job.progress.last = time.monotonic() - 120.1
+    with pytest.raises(DeadlineExceededError, match=r"no byte has moved for 12\d s \(stall_limit_s\)") as stalled:
+        upload.finish()
+    assert (stalled.value.key, stalled.value.operation) == ("k", "UploadPart")
+    assert store.calls == ["create", "abort"]

@@ -12,11 +12,11 @@ def check_write(request: Request, current: StoredObject | None, mode: Conditiona
     match, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
     if (match is None and none_match is None) or mode == "ignore":
         return
-    if mode == "refuse":
+    if mode == "refuse" or (match is not None and settings.if_match_form == "refused"):
         raise S3Error("NotImplemented", "A header you provided implies functionality that is not implemented")
     if none_match is not None and current is not None and (none_match == "*" or _same(none_match, current.etag)):
         raise S3Error("PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
-    if match is not None:
+    if match is not None and settings.if_match_form != "ignored":
         if current is None:
             raise S3Error("NoSuchKey", "The specified key does not exist.")
         quoted_refused = settings.if_match_form == "unquoted" and match.startswith('"')

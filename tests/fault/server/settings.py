@@ -40,8 +40,9 @@ class Settings:
     """If-Match of DeleteObject."""
     conditional_get: Conditional = "honour"
     """If-Match and If-None-Match of GetObject and HeadObject."""
-    if_match_form: Literal["any", "unquoted"] = "any"
-    """"unquoted": an If-Match in quotes never matches on writes (Ceph RGW 16)."""
+    if_match_form: Literal["any", "unquoted", "ignored", "refused"] = "any"
+    """Of writes. "unquoted": an If-Match in quotes never matches (Ceph RGW 16); "ignored", "refused" (501): the store knows
+    If-None-Match alone."""
 
     # Checksums and framing
     checksum: Literal["verify", "ignore", "refuse-501", "refuse-400"] = "verify"
@@ -154,6 +155,8 @@ PROFILES: dict[str, dict[str, Any]] = {  # settings by name, of any type
         "conditional_complete": "ignore",
         "conditional_delete": "ignore",
     },
+    "ignores-if-match": {"if_match_form": "ignored"},
+    "refuses-if-match": {"if_match_form": "refused"},
     "least-privilege": {"allowed_operations": ("PutObject", "GetObject", "HeadObject", *MULTIPART)},
     "versioned": {"versioned": True},
     "object-lock": {
