@@ -1,4 +1,4 @@
-"""The parsers of record, manifest and archive on damaged inputs: a value or a CorruptCheckpointError, and nothing else.
+"""The parsers of record, manifest, archive and object on damaged inputs: a value or a CorruptCheckpointError, and nothing else.
 
 ``DCP_S3_TEST_FULL=1`` tries many more; ``scripts/soak`` goes on for as long as it is told.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +37,20 @@ def test_the_kept_inputs():
             else:
                 outcomes.add("read")
         assert outcomes == {"refused", "read"}, kind
+
+
+def test_what_is_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An input that raises something else is left in the corpus, shrunk, under the name of its kind and of what it raised."""
+
+    def parse(data: bytes) -> Any:
+        if data[:4] != b"PK\x03\x04":
+            raise ZeroDivisionError
+
+    monkeypatch.setitem(PARSERS, "archive", parse)
+    with pytest.raises(ZeroDivisionError):
+        fuzz("archive", examples=200, keep=tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("archive-found-ZeroDivisionError-")
+    with pytest.raises(ZeroDivisionError):
+        parse(left.read_bytes())
+    assert len(left.read_bytes()) < max(map(len, corpus("archive")))

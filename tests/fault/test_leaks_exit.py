@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
 from tests.fault.conftest import config_of
-from tests.fault.server import FaultServer, delay, error, never_answer
+from tests.fault.server import FaultServer, delay, drop_reply, error, never_answer, reset
 
 ROOT = Path(__file__).parents[2]
 FULL = bool(os.environ.get("DCP_S3_TEST_FULL"))
@@ -39,11 +39,13 @@ state = {f"t{n}": torch.full((1_000_000,), float(n)) for n in range(5)}
 """
 
 
-def _run(s3: FaultServer, script: str, *, deadline_s: float = 60) -> tuple[subprocess.CompletedProcess[str], float]:
+def _run(
+    s3: FaultServer, script: str, *, deadline_s: float = 60, options: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run a script in a new interpreter, in which every warning is an error; return how it ended, and its seconds."""
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(script), s3.url, str(deadline_s)],
+        [sys.executable, *options, "-W", "error", "-c", BEGIN + textwrap.dedent(script), s3.url, str(deadline_s)],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "GLOO_SOCKET_IFNAME": "lo", "AWS_EC2_METADATA_DISABLED": "true"},
         capture_output=True,
@@ -75,6 +77,40 @@ def test_nothing_is_said_at_exit(s3: FaultServer, group: str):
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert "run/.metadata" in s3.objects()
+
+
+def test_nothing_is_said_at_exit_of_failures(s3: FaultServer):
+    """A process that saved and loaded while one request in twenty failed, and whose last two saves failed for good, says that these
+    two did, and nothing else: in Python's development mode no exception that was never retrieved, and nothing unclosed.
+    """
+    faults = (error(503, "SlowDown"), reset("body", 1000), drop_reply(), error(500, "InternalError", at="reply"))
+    for number in range(24):
+        s3.on("*", faults[number % len(faults)], nth=3 + 20 * number)
+    s3.on("UploadPart", error(403, "AccountProblem"), key="^gone/", since=3)
+    done, _ = _run(
+        s3,
+        """
+        for step in range(4):
+            dcp.save(state, storage_writer=writer)
+            dcp.async_save(state, storage_writer=writer).result()
+            dcp.load({"t4": torch.zeros(1_000_000)}, storage_reader=S3StorageReader("s3://bucket/run", config=config))
+        try:
+            dcp.save(state, checkpoint_id="s3://bucket/gone", storage_writer=writer)
+        except dcp.CheckpointException:
+            dcp.async_save(state, checkpoint_id="s3://bucket/gone", storage_writer=writer)
+        """,
+        options=("-X", "dev"),
+    )
+    failed = sum(1 for record in s3.log if record.rules)
+    assert failed > 0.04 * len(s3.log)
+    # on a busy machine asyncio's development mode also tells of callbacks that took long
+    told = [line for line in done.stderr.splitlines() if not line.startswith("Executing <")]
+    assert done.returncode == 0, done.stderr
+    assert [line.split(" failed on rank 0: ")[0] for line in told] == ["the save of s3://bucket/gone"] * 2, done.stderr
+    assert all("code=AccountProblem" in line for line in told)
+    assert done.stdout == ""
+    assert "run/.metadata" in s3.objects()
+    assert "gone/.metadata" not in s3.objects()
 
 
 @pytest.mark.parametrize("how", ["end", "sys.exit", "exception"] if FULL else ["end", "exception"])

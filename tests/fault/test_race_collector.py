@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from botocore.exceptions import ReadTimeoutError
+from botocore.httpsession import URLLib3Session
 
-from dcp_s3 import DcpS3Error, DeadlineExceededError, S3StorageReader, S3StorageWriter, collect_garbage
+from dcp_s3 import (
+    DcpS3Error,
+    DeadlineExceededError,
+    S3StorageReader,
+    S3StorageWriter,
+    StorageUnavailableError,
+    collect_garbage,
+)
 from dcp_s3._checkpoint.gc import SLACK_S, GarbageReport
 from dcp_s3._transfer import retry
 from tests.fault.conftest import config_of
@@ -120,6 +129,35 @@ def test_a_save_that_slept_past_its_deadline(
     assert load(plain_s3) == 10
     assert len(plain_s3.objects()) == 3
     assert plain_s3.uploads() == {}
+
+
+def test_a_record_that_is_delayed_on_its_way(plain_s3: FaultServer, monkeypatch: pytest.MonkeyPatch):
+    """A PUT of the record that the network delivers when its save is over and its objects have been collected is refused by a store
+    that takes no signature older than 900 s: the old checkpoint stays, and loads.
+    """
+    assert save(plain_s3, 10) is None
+    on_their_way: list[tuple[URLLib3Session, Any]] = []
+    send, now = URLLib3Session.send, retry._now
+
+    def delayed(session: URLLib3Session, request: Any) -> Any:
+        if request.method != "PUT" or not request.url.endswith("/.metadata"):
+            return send(session, request)
+        on_their_way.append((session, request))
+        monkeypatch.setattr(retry, "_now", lambda: now() + MARGIN_S + 60)
+        raise ReadTimeoutError(endpoint_url=request.url)
+
+    monkeypatch.setattr(URLLib3Session, "send", delayed)
+    raised = save(plain_s3, 20)
+    assert isinstance(raised, StorageUnavailableError)
+    assert "commit outcome unknown" in str(raised)
+    plain_s3.configure(clock_offset_s=MARGIN_S + 60)
+    assert len(collect(plain_s3).removed) == 2
+    plain_s3.configure(max_request_age_s=SLACK_S)
+    (answer,) = [send(session, request) for session, request in on_their_way]
+    plain_s3.configure(max_request_age_s=None)  # this process's clock stands where it did
+    assert (answer.status_code, b"RequestTimeTooSkewed" in answer.content) == (403, True)
+    assert load(plain_s3) == 10
+    assert len(plain_s3.objects()) == 3
 
 
 @pytest.mark.parametrize("when", ["listed", "read"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import io
 import resource
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +18,39 @@ from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
 from dcp_s3._checkpoint import metadata, standin
-from dcp_s3._checkpoint.archive import check_archive
+from dcp_s3._checkpoint.archive import check_archive, load_record
 from dcp_s3._checkpoint.manifest import Manifest
 
 CORPUS = Path(__file__).parents[1] / "fault" / "corpus"
 LONGEST_S = 5.0
 """For one input of some KiB. Far above what one takes, also on a busy machine."""
 
+
+def _archived(pickled: bytes) -> memoryview:
+    """A pickle in an archive as torch.save lays it out, with three small storages for its tensors."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", b"little")
+        for number in range(3):
+            archive.writestr(f"archive/data/{number}", bytes(64))
+        archive.writestr("archive/version", b"3\n")
+    return memoryview(out.getvalue())
+
+
 PARSERS: dict[str, Callable[[bytes], Any]] = {
     "record": lambda data: metadata.loads(data, source="s3://b/.metadata"),
     "record without torch": lambda data: standin.read_record(data, source="s3://b/.metadata"),
     "manifest": lambda data: Manifest.from_json(data, source="s3://b/manifest.json"),
     "archive": lambda data: check_archive(memoryview(data), source="s3://b/x"),
+    "object": lambda data: load_record(memoryview(data), "s3://b/x", trusted=False),
+    "pickle in an object": lambda data: load_record(_archived(data), "s3://b/x", trusted=False),
 }
-_FILES = {"record": "record", "record without torch": "record", "manifest": "manifest", "archive": "archive"}
+_FILES = {kind: kind for kind in PARSERS} | {
+    "record without torch": "record",
+    "object": "archive",
+    "pickle in an object": "pickle",
+}
 
 # Instructions, numbers and words on which parsers have tripped.
 _TOKENS = [
@@ -95,18 +117,20 @@ class Tried:
     slowest_s: float = 0.0
 
 
-def fuzz(kind: str, *, examples: int, seed: int | None = None) -> Tried:
+def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None = None) -> Tried:
     """Feed one parser.
 
     Args:
         kind: Of `PARSERS`.
         examples: How many inputs.
         seed: Of the choice; None repeats the same ones in each run.
+        keep: Directory in which an input that raises or takes too long is left, shrunk, as a part of the corpus.
 
     Returns:
         What was tried. An input that raises anything but a CorruptCheckpointError, or takes too long, raises, shrunk.
     """
     parse, kept, tried = PARSERS[kind], corpus(kind), Tried()
+    found: dict[str, bytes] = {}
     assert kept, f"no corpus for {kind}"
 
     def feed(data: bytes) -> None:
@@ -116,9 +140,14 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None) -> Tried:
             parse(data)
         except CorruptCheckpointError:
             tried.refused += 1
+        except Exception as error:
+            found[type(error).__name__] = data  # the last one is the smallest
+            raise
         seconds = time.monotonic() - started
         tried.slowest_s = max(tried.slowest_s, seconds)
-        assert seconds < LONGEST_S, f"{seconds:.1f} s for {len(data)} bytes"
+        if seconds >= LONGEST_S:
+            found["TooLong"] = data
+            raise AssertionError(f"{seconds:.1f} s for {len(data)} bytes")
 
     test = hypothesis.settings(
         max_examples=examples,
@@ -133,7 +162,13 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None) -> Tried:
     for data in kept:
         with contextlib.suppress(CorruptCheckpointError):
             parse(data)
-    test()
+    try:
+        test()
+    finally:
+        if keep is not None:
+            for what, data in found.items():
+                digest = hashlib.sha256(data).hexdigest()[:8]
+                (keep / f"{_FILES[kind]}-found-{what}-{digest}").write_bytes(data)
     return tried
 
 
@@ -141,14 +176,15 @@ def fuzz_for(seconds: float, *, seed: int = 0) -> dict[str, Tried]:
     """Feed all parsers in turn for some time.
 
     Returns:
-        What was tried, by parser. Raises at the first wrong answer, and when memory has grown by more than 300 MiB.
+        What was tried, by parser. Raises at the first wrong answer, which then lies in the corpus, and when memory has grown by
+        more than 300 MiB.
     """
     end = time.monotonic() + seconds
     total = {kind: Tried() for kind in PARSERS}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while time.monotonic() < end:
         for kind, sum_of in total.items():
-            tried = fuzz(kind, examples=500, seed=seed)
+            tried = fuzz(kind, examples=500, seed=seed, keep=CORPUS)
             sum_of.inputs += tried.inputs
             sum_of.refused += tried.refused
             sum_of.slowest_s = max(sum_of.slowest_s, tried.slowest_s)
