@@ -147,13 +147,22 @@ def test_a_record_that_lands_after_the_save_has_failed(plain_s3: FaultServer, th
     assert load(plain_s3) == 20
 
 
+def arrived(s3: FaultServer, failed: StorageUnavailableError) -> None:
+    """Wait until the last try has come, which its save did not wait for: past the gate it would commit; 2 s at most."""
+    end = time.monotonic() + 2
+    while len(s3.requests("PutObject", key=RECORD)) < (failed.attempts or 0) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("there", ["new", "replacing"])
 def test_a_record_that_lands_behind_another_commit(plain_s3: FaultServer, there: str):
     """A PUT of unknown outcome that arrives after another writer's commit changes nothing: its condition holds no more."""
     assert save(plain_s3, 10) is None
     plain_s3.clear(state=there == "new")
     gate = plain_s3.hold("PutObject", key=RECORD, at="late", then=error(503, "SlowDown"))
-    assert isinstance(save(plain_s3, 20, save_deadline_s=3.0), StorageUnavailableError)
+    failed = save(plain_s3, 20, save_deadline_s=3.0)
+    assert isinstance(failed, StorageUnavailableError)
+    arrived(plain_s3, failed)
     gate.remove()  # the next writer is not held; what is at the gate stays there
     assert save(plain_s3, 30) is None
     *late, last = land(plain_s3, gate)
