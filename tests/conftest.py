@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -99,3 +101,12 @@ def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
         pytest.fail(f"`bucket` is ambiguous beside {names}: use fresh_bucket() of tests.servers")
     with fresh_bucket(request.getfixturevalue(names[0] if names else "server")) as fresh:
         yield fresh
+
+
+@pytest.fixture
+def collector_on() -> None:
+    """The pause of a save that failed in an earlier test is over: a timer ends it, 10 s after the save began at the latest."""
+    end = time.monotonic() + 15
+    while not gc.isenabled():
+        assert time.monotonic() < end, "the garbage collector stays off"
+        time.sleep(0.05)

@@ -13,6 +13,8 @@ import pytest
 
 from dcp_s3._checkpoint.collector import Pause, gc_paused
 
+pytestmark = pytest.mark.usefixtures("collector_on")
+
 
 def test_the_collector_is_paused_and_resumed() -> None:
     """Off inside, on again afterwards, also after an error."""

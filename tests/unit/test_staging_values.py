@@ -267,6 +267,7 @@ def test_copies_and_pickles_hold_the_values_alone():
         assert torch.equal(each["t"], torch.arange(5.0))
 
 
+@pytest.mark.usefixtures("collector_on")
 def test_the_collector_is_on_again():
     """Staging holds the cyclic collector off for its own time only, and does not start one that was stopped."""
     Stager().stage({"t": torch.ones(2)})
