@@ -191,9 +191,22 @@ DEEP = 200_000
 NESTED = {
     "lists in lists": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
     "dicts in dicts": b"\x80\x02" + b"}K\x00" * (DEEP - 1) + b"}" + b"s" * (DEEP - 1) + b".",
-    "tuples in tuples": b"\x80\x02N" + b"\x85" * DEEP + b".",
 }
 """Pickles whose values lie so many levels deep, of which weights-only loading allows every instruction."""
+SHARED = b"]Naq\x00" + b"](h\x00h\x00eq\x00" * 60
+"""Lists that hold the one before twice, 60 levels: printed they would fill 2**60 bytes."""
+PROGRAMS = {
+    "tuples in tuples": b"\x80\x02N" + b"\x85" * DEEP + b".",
+    "a key of tuples in tuples": b"\x80\x02})" + b"\x85" * DEEP + b"Ns.",
+    "tuples in tuples by memo": b"\x80\x02)q\x00" + b"h\x00N\x86q\x00" * DEEP + b".",
+    "tuples in tuples by marks": b"\x80\x02" + b"(" * DEEP + b"t" * DEEP + b".",
+    "a call of lists that share": b"\x80\x02" + SHARED + b")R.",
+    "an instance of lists that share": b"\x80\x02" + SHARED + b")\x81.",
+    "a storage named by lists that share": b"\x80\x02]"
+    + SHARED.replace(b"]Naq\x00", b"(]Naq\x00", 1)
+    + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nh\x00X\x03\x00\x00\x00cpuK\x01tQe.",
+}
+"""Pickles that would end the process, or take it for ever, if they were run."""
 
 
 class Runs:
@@ -213,8 +226,8 @@ def _saved(value: Any) -> bytes:
 
 
 def test_hostile_records_and_sizes(tmp_path: Path):
-    """Zip bombs of every making, code in a pickle, noise, and ranges that lead nowhere: each is refused with a CorruptCheckpointError
-    that names the item, in less than 32 MiB and 30 s, and nothing of it is run. A value that is nested 200,000 levels deep is read
+    """Zip bombs of every making, code in a pickle, tuples too deep, texts too long, noise, and ranges that lead nowhere: each is refused
+    with a CorruptCheckpointError that names the item, in less than 32 MiB and 30 s, and nothing of it is run. A list or dict that is nested 200,000 levels deep is read
     and let go of like any other, in less than 96 MiB.
     """
     marker = tmp_path / "run by the pickle"
@@ -231,7 +244,7 @@ def test_hostile_records_and_sizes(tmp_path: Path):
         "no pickle": _archive(b""),
         "a pickle that ends nowhere": _archive(b"\x80\x02]("),
         "safetensors": struct.pack("<Q", 2) + b"{}" + bytes(100),
-        **{name: _archive(pickled) for name, pickled in NESTED.items()},
+        **{name: _archive(pickled) for name, pickled in (NESTED | PROGRAMS).items()},
     }
     with FaultServerProcess(min_part_bytes=0) as server:
         urls = {}
