@@ -200,6 +200,7 @@ PROGRAMS = {
     "a key of tuples in tuples": b"\x80\x02})" + b"\x85" * DEEP + b"Ns.",
     "tuples in tuples by memo": b"\x80\x02)q\x00" + b"h\x00N\x86q\x00" * DEEP + b".",
     "tuples in tuples by marks": b"\x80\x02" + b"(" * DEEP + b"t" * DEEP + b".",
+    "a key of tuples that share": b"\x80\x02})q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"Ns.",
     "a call of lists that share": b"\x80\x02" + SHARED + b")R.",
     "an instance of lists that share": b"\x80\x02" + SHARED + b")\x81.",
     "a storage named by lists that share": b"\x80\x02]"
