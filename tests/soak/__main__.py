@@ -81,6 +81,7 @@ def _suite(path: Path, directory: Path) -> dict[str, Any]:
     print(f"{path.name}, long form", flush=True)
     report = directory / f"{path.stem}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", f"--junit-xml={report}", str(path)]
+    command += ["-o", "junit_family=xunit1"]  # the form that holds what a test measured
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "DCP_S3_TEST_FULL": "1"}, check=False)
     tests = ET.parse(report).getroot().iter("testcase") if report.exists() else []
