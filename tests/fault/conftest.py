@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import botocore.session
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3Config
 from dcp_s3._transfer import dataplane, probe, store
@@ -104,6 +105,16 @@ def config_of(s3: Handle, **settings: Any) -> S3Config:
         "read_timeout_s": 20.0,
     }
     return S3Config(**{**defaults, **settings})
+
+
+def failure_of(call: Callable[[], object]) -> BaseException | None:
+    """What a save or load through DCP failed of in this process; None if it did not."""
+    try:
+        call()
+    except dcp.CheckpointException as failed:
+        failure: BaseException = failed.failures[0][0]
+        return failure
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import CorruptCheckpointError, S3StorageReader, S3StorageWriter
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
-from tests.fault.conftest import config_of
+from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, FaultServerProcess, Handle
 from tests.support.ranks import run_ranks_ok
 
@@ -70,12 +70,7 @@ def _load(s3: Handle | str, template: dict[str, Any], **options: Any) -> BaseExc
     """Load; return what it failed of."""
     config = config_of(s3) if isinstance(s3, Handle) else s3
     reader = S3StorageReader("s3://bucket/run", config=config, **options)
-    try:
-        dcp.load(template, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as failed:
-        error: BaseException = failed.failures[0][0]
-        return error
-    return None
+    return failure_of(lambda: dcp.load(template, storage_reader=reader, no_dist=True))
 
 
 def _template() -> dict[str, Any]:

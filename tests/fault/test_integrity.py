@@ -23,7 +23,7 @@ from dcp_s3 import (
 )
 from dcp_s3._checkpoint.commit import Observed, confirm
 from dcp_s3._checkpoint.layout import WRITE_ID_FIELD
-from tests.fault.conftest import Transfer, config_of
+from tests.fault.conftest import Transfer, config_of, failure_of
 from tests.fault.server import Action, FaultServer, error, flip_stored, lose_stored, truncate_stored
 
 ROOT = Path(__file__).parents[2]
@@ -52,23 +52,13 @@ def _damage(kind: str, at: int) -> Action:
 def _save(s3: FaultServer, state: dict[str, Any], path: str = "run", **settings: Any) -> BaseException | None:
     """Save; return what it failed of."""
     writer = S3StorageWriter(f"s3://bucket/{path}", config=config_of(s3, part_bytes=PART, **settings))
-    try:
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    except dcp.CheckpointException as failed:
-        error: BaseException = failed.failures[0][0]
-        return error
-    return None
+    return failure_of(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
 
 
 def _load(s3: FaultServer, template: dict[str, Any], path: str = "run") -> BaseException | None:
     """Load; return what it failed of."""
     reader = S3StorageReader(f"s3://bucket/{path}", config=config_of(s3))
-    try:
-        dcp.load(template, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as failed:
-        error: BaseException = failed.failures[0][0]
-        return error
-    return None
+    return failure_of(lambda: dcp.load(template, storage_reader=reader, no_dist=True))
 
 
 def _finds(s3: FaultServer, *, deep: bool = True) -> tuple[str, ...]:

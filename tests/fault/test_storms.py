@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3StorageReader, S3StorageWriter, StorageUnavailableError
 from dcp_s3._transfer import probe, retry
-from tests.fault.conftest import config_of
+from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, error
 
 MIB = 1 << 20
@@ -28,12 +28,7 @@ def state_of(value: float, mib: int) -> dict[str, torch.Tensor]:
 def save(s3: FaultServer, state: dict[str, Any], **settings: Any) -> BaseException | None:
     """Save, and return what was raised in the writer."""
     writer = S3StorageWriter("s3://bucket/run", config=config_of(s3, part_bytes=PART, **settings))
-    try:
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    except dcp.CheckpointException as failed:
-        failure: BaseException = failed.failures[0][0]
-        return failure
-    return None
+    return failure_of(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
 
 
 def load(s3: FaultServer, mib: int) -> dict[str, torch.Tensor]:

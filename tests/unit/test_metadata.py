@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import time
 from pathlib import Path
@@ -268,6 +269,7 @@ def test_no_moved_piece_raises_anything_else(data: st.DataObject) -> None:
         loads(rest[:place] + BODY[start:end] * data.draw(st.integers(0, 3)) + rest[place:], source=SOURCE)
 
 
+@pytest.mark.usefixtures("collector_on")
 def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
     """Checks included it stays near `pickle.load`'s time without the collector, which takes most of stock's: about twice."""
     data = dumps(make_metadata(tensors=1_250, chunks=16))
@@ -281,6 +283,7 @@ def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
         ours = min(seconds(lambda: loads(data, source=SOURCE)) for _ in range(3))
         stock = min(seconds(lambda: pickle.loads(data)) for _ in range(3))
     assert ours < 3 * stock
+    assert gc.isenabled()
 
 
 def test_a_loaded_record_is_the_callers_own() -> None:
