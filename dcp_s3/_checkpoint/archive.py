@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_s3._checkpoint.program import check_program
+from dcp_s3._checkpoint.program import check_object_program
 from dcp_s3.errors import CorruptCheckpointError
 
 __all__ = ["check_archive", "load_record"]
@@ -114,7 +114,7 @@ def load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa
     check_archive(data, source=source)
     try:
         if not trusted:
-            check_program(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl"), source)  # noqa: SLF001 -- torch.load's own
+            check_object_program(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl"), source)  # noqa: SLF001 -- torch.load's own
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except CorruptCheckpointError:
         raise

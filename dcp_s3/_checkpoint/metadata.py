@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3._checkpoint.collector import gc_paused
-from dcp_s3._checkpoint.standin import FILESYSTEM, METADATA, PATH_MODULES, check_storage_infos
+from dcp_s3._checkpoint.program import MOST_LEVELS
+from dcp_s3._checkpoint.standin import FILESYSTEM, MAX_DIMENSIONS, METADATA, PATH_MODULES, check_storage_infos
 from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
 from dcp_s3.errors import ConfigError, CorruptCheckpointError
 
@@ -54,14 +55,28 @@ class _Layout(metaclass=Sealed):
 
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
+
+class _Index(MetadataIndex):
+    """What a record's indexes are until they are checked: hashed only if that takes no longer than it should."""
+
+    def __hash__(self) -> int:
+        fields = self.__dict__
+        fqn, offset = fields["fqn"], fields.get("offset")
+        if type(fqn) is not str or (
+            offset is not None and (type(offset) is not torch.Size or len(offset) > MAX_DIMENSIONS)
+        ):
+            raise TypeError("an index is a name and an offset")
+        return hash((fqn, offset))  # MetadataIndex's own
+
+
 _NAMES: Final[dict[tuple[str, str], Any]] = {
+    (METADATA, "MetadataIndex"): gate(_Index),
     **{
         (METADATA, real.__name__): gate(real)
         for real in (
             BytesStorageMetadata,
             ChunkStorageMetadata,
             Metadata,
-            MetadataIndex,
             StorageMeta,
             TensorProperties,
             TensorStorageMetadata,
@@ -140,6 +155,20 @@ def _is_plain(planner_data: object) -> bool:
     return all(type(path) is tuple and plain.issuperset(map(type, path)) for path in planner_data.values())
 
 
+def _is_deep(value: object) -> bool:
+    seen: set[int] = set()
+    level: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS):
+        held = [item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder)]
+        level = [
+            item for item in held if isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen
+        ]
+        if not level:
+            return False
+        seen.update(map(id, level))
+    return True
+
+
 def loads(data: bytes, *, source: str) -> Metadata:
     """Unpickle a checkpoint's metadata, ours or that of torch's, fsspec's or s3torchconnector's writer.
 
@@ -203,6 +232,12 @@ def _check(fields: dict[str, Any], source: str) -> None:
         elif type(item) is BytesStorageMetadata and type(fqn) is str:
             continue
         raise CorruptCheckpointError(f"{source} is damaged: its entry {str(fqn)[:200]!r} has an impossible shape")
-    if not {MetadataIndex}.issuperset(map(type, storage)):
+    if not {_Index}.issuperset(map(type, storage)):
         raise CorruptCheckpointError(f"{source} is damaged: a key of its storage_data is no index")
+    for index in storage:
+        object.__setattr__(index, "__class__", MetadataIndex)
+    if not _is_plain(planner_data := fields.get("planner_data")) and _is_deep(planner_data):
+        raise CorruptCheckpointError(
+            f"{source} is damaged: its planner_data has more than {MOST_LEVELS} values within one another"
+        )
     check_storage_infos(storage.values(), kind=_StorageInfo, source=source)

@@ -12,7 +12,7 @@ from dcp_s3._checkpoint.strict_pickle import Sealed, load
 from dcp_s3.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
 __all__ = ["Entry", "RecordSummary", "check_storage_infos", "read_record"]
 
@@ -22,7 +22,7 @@ PATH_MODULES: Final = ("pathlib", "pathlib._local")
 """Python 3.13 has the classes of pathlib in the second one."""
 
 _MAX_INT: Final = (1 << 63) - 1
-_MAX_DIMENSIONS: Final = 64
+MAX_DIMENSIONS: Final = 64
 
 
 class Entry(NamedTuple):
@@ -87,7 +87,10 @@ class _TensorProperties(_Bag):
 class _MetadataIndex(_Bag):
     def __hash__(self) -> int:
         fields = self.__dict__
-        return hash((fields["fqn"], fields.get("offset")))
+        fqn, offset = fields["fqn"], fields.get("offset")
+        if type(fqn) is not str or (offset is not None and type(offset) is not _Numbers):
+            raise TypeError("an index is a name and an offset")
+        return hash((fqn, offset))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _MetadataIndex):
@@ -96,13 +99,28 @@ class _MetadataIndex(_Bag):
         return bool(mine["fqn"] == theirs["fqn"] and mine.get("offset") == theirs.get("offset"))
 
 
+class _Numbers(tuple[int, ...]):
+    """Stand-in of torch.Size."""
+
+    __slots__ = ()
+
+
+class _Size(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls, numbers: tuple[int, ...]) -> _Numbers:  # type: ignore[misc]  # a gate makes something else than itself
+        if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS or not {int}.issuperset(map(type, numbers)):
+            raise TypeError("a size is a tuple of numbers")
+        return _Numbers(numbers)
+
+
 class _Text(metaclass=Sealed):
     """Stand-in of what is made from a few words (a path, a layout, a memory format) and that the tools do not need."""
 
     __slots__ = ()
 
-    def __new__(cls, *words: object) -> str:  # type: ignore[misc]  # a gate makes something else than itself
-        return "/".join(str(word) for word in words[:_MAX_DIMENSIONS] if isinstance(word, (str, int)))
+    def __new__(cls, *words: object) -> str:  # type: ignore[misc]
+        return "/".join(str(word) for word in words[:MAX_DIMENSIONS] if isinstance(word, (str, int)))
 
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
@@ -116,7 +134,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     (METADATA, "_MEM_FORMAT_ENCODING"): _Text,
     (FILESYSTEM, "_StorageInfo"): _StorageInfo,
     (FILESYSTEM, "_StoragePrefix"): _Bag,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): _Text,
     ("collections", "OrderedDict"): dict,
     **{(module, name): _Text for module in PATH_MODULES for name in ("PosixPath", "PurePosixPath")},
@@ -195,17 +213,12 @@ def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
 
 def _tensor_bytes(fields: dict[str, Any], fqn: str, source: str) -> int:
     size, dtype = fields["size"], fields["properties"].__dict__["dtype"]
-    if (
-        type(size) is not tuple
-        or len(size) > _MAX_DIMENSIONS
-        or type(dtype) is not str
-        or not all(type(n) is int and 0 <= n <= _MAX_INT for n in size)
-    ):
+    if type(size) is not _Numbers or type(dtype) is not str or not all(0 <= n <= _MAX_INT for n in size):
         raise CorruptCheckpointError(f"{source} is damaged: the shape or dtype of {fqn[:200]!r} is impossible")
     return math.prod(size) * _itemsize(dtype)
 
 
-def check_storage_infos(infos: Iterable[Any], *, kind: type, source: str) -> None:
+def check_storage_infos(infos: Collection[Any], *, kind: type, source: str) -> None:
     """Check the values of a record's ``storage_data``; used for torch's own class and for its stand-in.
 
     Args:
@@ -214,9 +227,11 @@ def check_storage_infos(infos: Iterable[Any], *, kind: type, source: str) -> Non
         source: What they were read from, for the message.
 
     Raises:
-        CorruptCheckpointError: A path leads out of the checkpoint, or a number or CRC list is impossible.
+        CorruptCheckpointError: A path leads out of the checkpoint, a number or CRC list is impossible, or a range of an object
+            reaches into another one.
     """
-    seen = set()
+    ends: dict[str, int] = {}
+    in_order = True
     try:
         for info in infos:
             if type(info) is not kind:
@@ -225,9 +240,13 @@ def check_storage_infos(infos: Iterable[Any], *, kind: type, source: str) -> Non
             path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
             if type(path) is not str or type(offset) is not int or type(length) is not int:
                 break
-            if path not in seen:
-                seen.add(check_relative(path, source=source))
-            if offset < 0 or length < 0 or offset + length > _MAX_INT:
+            end, last = offset + length, ends.get(path)
+            if last is None:
+                check_relative(path, source=source)
+            elif offset < last:
+                in_order = False
+            ends[path] = end
+            if offset < 0 or length < 0 or end > _MAX_INT:
                 break
             if len(fields) > 3:
                 raw_offset, crcs = fields.get("raw_offset"), fields.get("crc32c")
@@ -238,6 +257,8 @@ def check_storage_infos(infos: Iterable[Any], *, kind: type, source: str) -> Non
                 if not _are_texts(fields.get("transform_descriptors")):
                     break
         else:
+            if not in_order:
+                _check_apart(infos, source)
             return
     except (AttributeError, KeyError) as error:
         raise CorruptCheckpointError(f"{source} is damaged: an entry of its storage_data lacks {error}") from None
@@ -245,6 +266,19 @@ def check_storage_infos(infos: Iterable[Any], *, kind: type, source: str) -> Non
     raise CorruptCheckpointError(
         f"{source} is damaged: its storage_data has the impossible entry {shown or repr(info)[:80]}"
     )
+
+
+def _check_apart(infos: Collection[Any], source: str) -> None:
+    """Ranges may be the same, but none may begin in another one."""
+    before, end = "", 0
+    for path, offset, length in sorted(
+        {(info.relative_path, info.offset, info.length) for info in infos if info.length}
+    ):
+        if path == before and offset < end:
+            raise CorruptCheckpointError(
+                f"{source} is damaged: the {length} bytes of {path} from {offset} that its storage_data names overlap others"
+            )
+        before, end = path, offset + length
 
 
 def _are_texts(value: object) -> bool:

@@ -296,3 +296,23 @@ def test_a_loaded_record_is_the_callers_own() -> None:
     (info, _) = second.storage_data.values()
     assert type(info) is _StorageInfo
     assert info.relative_path == PATH
+
+
+def test_planner_data_may_not_be_too_deep() -> None:
+    """What a custom planner keeps is the caller's own, unless it is nested deeper than anybody could have pickled it."""
+    metadata = make_metadata()
+    for value in (5, {"kept": [1, (2, {3: {4}})]}, [[1], [2]]):
+        metadata.planner_data = value
+        assert loads(dumps(metadata), source="x").planner_data == value
+    metadata.planner_data = "deep"
+    deep = dumps(metadata).replace(b"\x8c\x04deep", b"]" * 2000 + b"a" * 1999 + b"\x8c\x00" + b"a")
+    with pytest.raises(CorruptCheckpointError, match="within one another"):
+        loads(deep, source="s3://b/.metadata")
+
+
+def test_indexes_are_found() -> None:
+    """The indexes of a record that was read are torch's own, equal to new ones and of the same hash."""
+    metadata = loads(dumps(make_metadata()), source="x")
+    for index in metadata.storage_data:
+        assert type(index) is MetadataIndex
+        assert MetadataIndex(index.fqn, index.offset) in metadata.storage_data

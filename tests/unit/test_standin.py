@@ -6,6 +6,8 @@ import contextlib
 import pickle
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint.metadata import dumps
+from dcp_s3._checkpoint.metadata import dumps, loads
 from dcp_s3._checkpoint.standin import Entry, read_record
 from tests.unit.records import PATH, WRITE_ID, make_metadata, name, program
 from tests.unit.test_metadata import DTYPES, SOURCE, broken
@@ -128,3 +130,46 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
     """Arbitrary bytes are refused with our error."""
     with pytest.raises(CorruptCheckpointError):
         read_record(data, source=SOURCE)
+
+
+INDEX = name("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")\x81}("
+HASHED = {
+    "an index in an index": b"}\x8c\x01aq\x00" + (INDEX + b"\x8c\x03fqnh\x00\x8c\x06offseth\x00ubq\x00") * 60 + b"Ns",
+    "a tuple for an offset": b"}" + INDEX + b"\x8c\x03fqn\x8c\x01a\x8c\x06offsetK\x01\x85ubNs",
+    "a tuple for a name": b"}" + INDEX + b"\x8c\x03fqnK\x01\x85ubNs",
+    "an offset of a million numbers": b"}"
+    + INDEX
+    + b"\x8c\x03fqn\x8c\x01a\x8c\x06offset"
+    + name("torch", "Size")
+    + b"("
+    + b"K\x01" * 1_000_000
+    + b"t\x85RubNs",
+    "a size of tuples": name("torch", "Size") + b"]K\x01\x85a\x85R",
+}
+
+
+@pytest.mark.parametrize("read", [read_record, loads])
+@pytest.mark.parametrize("what", HASHED)
+def test_what_no_dict_should_hash(what: str, read: Callable[..., object]) -> None:
+    """Indexes of anything but a name and a size of some numbers are refused, by both readers, within seconds."""
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=r"is damaged: (TypeError|ValueError|RuntimeError)"):
+        read(program(HASHED[what]), source="s3://b/.metadata")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("read", [read_record, loads])
+def test_ranges_that_overlap(read: Callable[..., object]) -> None:
+    """No range may begin within another one, in whatever order they come; empty ones may, and equal ones."""
+    metadata = make_metadata()
+    infos = list(metadata.storage_data.values())
+    infos[0].offset += 1
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        read(dumps(metadata), source="s3://b/.metadata")
+    metadata.storage_data = dict(reversed(metadata.storage_data.items()))
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        read(dumps(metadata), source="s3://b/.metadata")
+    infos[0].offset = infos[1].offset
+    read(dumps(metadata), source="s3://b/.metadata")
+    infos[0].offset, infos[0].length, infos[0].raw_offset = infos[1].offset + 5, 0, 0
+    read(dumps(metadata), source="s3://b/.metadata")

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import pickletools
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
+from dcp_s3._checkpoint import strict_pickle
+from dcp_s3._checkpoint.program import Program
 from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
 from tests.unit.records import name, program
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @dataclass
@@ -130,16 +137,115 @@ DEEP = 200_000
 @pytest.mark.parametrize(
     "data, top",
     [
-        (program(b"N", b"\x85" * DEEP), tuple),
         (program(b"]" * DEEP, b"a" * (DEEP - 1)), list),
         (program(b"}K\x01" * DEEP, b"N", b"s" * DEEP), dict),
         (program((name("m", "Point") + b")\x81}\x8c\x01x") * 100_000, b"N", b"sb" * 100_000), Point),
     ],
-    ids=["tuple", "list", "dict", "instance"],
+    ids=["list", "dict", "instance"],
 )
 def test_deep_nesting_does_not_end_the_process(data: bytes, top: type) -> None:
     """200,000 levels are built, and freed again, without exhausting the stack."""
     assert type(run(data)) is top
+
+
+def shared(levels: int, gap: bytes = b"") -> bytes:
+    """Tuples that hold the one before twice."""
+    tuple_of = b"\x87" if gap else b"\x86"
+    return b")\x94" + b"".join(b"h%ch%c" % (n, n) + gap + tuple_of + b"\x94" for n in range(levels))
+
+
+@pytest.mark.parametrize(
+    "tuples",
+    [
+        b"N" + b"\x85" * DEEP,
+        b"K\x01" + b"\x85" * DEEP,
+        b"(" * DEEP + b"t" * DEEP,
+        b")\x94" + b"".join(b"j" + n.to_bytes(4, "little") + b"N\x86\x94" for n in range(DEEP)),
+        shared(60),
+        shared(60, gap=b"]" + b"K\x01a" * 40),
+        b"K\x94\x8c\x02\xc2\x94" * 3 + shared(60),
+        b")\x94" + b"".join(b"h%ch%c\x86\x94Nb\x94" % (n, n) + b"K\x05" * 40 for n in range(0, 120, 2)),
+        b"q\x00".join((b"N\x85", b"h\x00h\x00\x86q\x00" * 60)),
+        b"(" + b"N" * 300_000 + b"t\x94" + b"}(" + b"h\x00N" * 300_000 + b"u",
+    ],
+    ids=[
+        "in one another",
+        "of a number",
+        "by marks",
+        "by memo",
+        "shared",
+        "far apart",
+        "bytes like MEMOIZE",
+        "memoized twice",
+        "by BINPUT",
+        "long",
+    ],
+)
+def test_tuples_that_no_dict_could_hash(tuples: bytes) -> None:
+    """As keys they would end the process, or take it for ever: they are refused before one is made, within seconds."""
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=r"within one another|share one another"):
+        run(program(b"}", tuples, b"Ns"))
+    assert time.monotonic() - start < 10
+
+
+def test_tuples_that_a_planner_may_keep() -> None:
+    """Tuples in tuples, long ones, and ones that are met twice come back as they were."""
+    twice = ("a", ("b", 1), 2)
+    value = {"nested": ((1, 2), ("x", (3.0, None))), "long": tuple(range(500)), twice: [twice, twice], (1, 2): ()}
+    assert run(pickle.dumps(value, protocol=4)) == value
+
+
+@pytest.mark.parametrize("record", sorted(GOLDEN.rglob("*.metadata")), ids=lambda path: path.parent.name)
+def test_records_are_told_small_by_the_quick_reading(record: Path) -> None:
+    """What we and the stock writers write need not be followed instruction by instruction, which takes ten times as long."""
+    assert strict_pickle._are_tuples_small(record.read_bytes(), "x")
+
+
+FRAGMENTS = [
+    *(b"h%ch%c\x86\x94" % (n, n) for n in range(0, 160, 3)),
+    *(b"h%c" % n for n in (0, 5, 0x94, 0x85)),
+    *(
+        b"K\x01K\x02\x86\x94",
+        b"K\x94",
+        b"\x8c\x02\xc2\x94\x94",
+        b"C\x01\x94\x94",
+        b"}\x94",
+        b"N\x85\x94",
+        b"(h\x02t\x94",
+    ),
+    *(b"Nb", b"\x94", b"(e", b"X\x02\x00\x00\x00\xc2\x94\x94", b"K\x05" * 40, b"]\x94" * 20, b"\x85\x94", b")\x85\x94"),
+]
+
+
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=5, max_size=60))
+def test_what_is_told_small_is_small(fragments: list[bytes]) -> None:
+    """Where the quick reading finds no large tuple, following each instruction finds none, either."""
+    data = program(b")\x94", *fragments)
+    if strict_pickle._are_tuples_small(data, "x"):
+        exact = Program("x")
+        exact.follow(data)
+        assert exact.largest <= strict_pickle._MOST_IN_TUPLE * 18  # a size of 16 numbers in its tuple
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=5, max_size=60))
+def test_the_memo_is_counted_right(fragments: list[bytes]) -> None:
+    """Bytes that look like MEMOIZE are not counted, wherever they are, and none is missed."""
+    data = program(b")\x94", *fragments, b"h\x00N\x86")
+    seen: list[Program] = []
+
+    class Kept(Program):
+        def __init__(self, source: str, *, in_parts: bool) -> None:
+            super().__init__(source, in_parts=in_parts)
+            seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_pickle, "Program", Kept)
+        small = strict_pickle._are_tuples_small(data, "x")
+    if small:
+        assert seen[0].memoized == sum(instruction.name == "MEMOIZE" for instruction, _, _ in pickletools.genops(data))
 
 
 def test_a_gate_makes_the_real_thing() -> None:
