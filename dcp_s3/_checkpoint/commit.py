@@ -171,9 +171,14 @@ def commit(
             return
         refusals += is_precondition_failed(failure)
         if there == "foreign" or refusals >= _REFUSALS:
+            who = (
+                "another writer wrote or deleted"
+                if observed.certain
+                else "as its first look was refused, this save did not know of"
+            )
+            what = " after this save had looked" if observed.certain else ", which was or is there"
             raise CommitConflictError(
-                f"another writer wrote or deleted s3://{store.bucket}/{key} after this save had looked; what is there now "
-                "stands, ours is not there"
+                f"{who} s3://{store.bucket}/{key}{what}; what is there now stands, ours is not there"
             ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:

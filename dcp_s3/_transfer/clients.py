@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import ssl
 import threading
 import time
@@ -28,6 +30,27 @@ DEFAULT_REGION: Final = "us-east-1"
 _AGENT: Final = "dcp-s3"
 _AVOID_S: Final = 30.0
 """So long an endpoint that could not be reached is passed over, as long as another one is left."""
+
+
+class _HidesTokens(logging.Filter):
+    """Takes session tokens out of what botocore logs at DEBUG: it logs each request with all of its headers."""
+
+    _TOKEN = re.compile(r"(?i)(x-amz-security-token[\"']?\s*[:=]\s*b?)([\"']?)[^\s,\"'&]+")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        hidden = self._TOKEN.sub(r"\1\2***", text)
+        if hidden != text:
+            record.msg, record.args = hidden, ()
+        return True
+
+
+_hides_tokens: Final = _HidesTokens()
+
+
+def _hide_tokens() -> None:
+    for name in ("botocore.endpoint", "botocore.auth"):
+        logging.getLogger(name).addFilter(_hides_tokens)  # once, however often it is added
 
 
 def boto_options(config: S3Config, *, path_style: bool) -> dict[str, Any]:
@@ -139,6 +162,7 @@ class ControlClients:
     """
 
     def __init__(self, config: S3Config, session: boto3.session.Session | None = None) -> None:
+        _hide_tokens()
         self._config = config
         resolved = config.resolved()
         self._session = session if session is not None else boto3.session.Session(profile_name=resolved.profile)
@@ -181,6 +205,7 @@ class DataClients:
     """
 
     def __init__(self, config: S3Config) -> None:
+        _hide_tokens()
         self._config = config
         self._session: Any = None
         self._clients: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ssl
 from email.utils import parsedate_to_datetime
+from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from botocore.exceptions import (
@@ -112,6 +113,13 @@ def translate(
         made = mark(
             AccessDeniedError(
                 f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"
+            ),
+            tries=_CREDENTIAL_TRIES,
+        )
+    elif isinstance(error, JSONDecodeError):  # nothing else that is asked for is JSON
+        made = mark(
+            AccessDeniedError(
+                f"no credentials: what their source gave, as credential_process does, is no JSON: {_brief(error)}"
             ),
             tries=_CREDENTIAL_TRIES,
         )

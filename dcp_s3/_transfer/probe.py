@@ -73,7 +73,9 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
         StorageError: The store fails for another reason than a condition.
     """
     place = _place(store)
-    with _asking.setdefault(place, threading.Lock()):
+    with store.waiting_for(
+        _asking.setdefault(place, threading.Lock()), "waiting for another save that probes the store"
+    ):
         known = _known.get(place)
         if known is None:
             known = _known[place] = _probe(store, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from dataclasses import dataclass, field
@@ -90,15 +91,15 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
 
 _LAST_CHARACTER: Final = "\U0010ffff"
 
-_lock = threading.Lock()
+_making: dict[S3Config, threading.Lock] = {}
+"""One lock per config: credentials that are slow to come must not hold up what has others."""
 _clients: dict[S3Config, ControlClients] = {}
 _without_checksums: set[S3Config] = set()
 """Configs whose store refused a checksum header and took Content-MD5."""
 
 
 def _forget() -> None:
-    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
-    _lock = threading.Lock()
+    _making.clear()  # a lock held during the fork would stay held in the child
     _clients.clear()
 
 
@@ -106,7 +107,7 @@ on_fork(_forget)
 
 
 def _clients_for(config: S3Config) -> ControlClients:
-    with _lock:
+    with _making.setdefault(config, threading.Lock()):
         if config not in _clients:
             _clients[config] = ControlClients(config)
         return _clients[config]
@@ -114,7 +115,7 @@ def _clients_for(config: S3Config) -> ControlClients:
 
 def _renew(config: S3Config, used: ControlClients) -> bool:
     """Whether there are other clients than the ``used`` ones, with credentials that may not have expired."""
-    with _lock:
+    with _making.setdefault(config, threading.Lock()):
         if _clients.get(config) is used:
             fresh = used.renewed()
             if fresh is None:
@@ -189,6 +190,23 @@ class ControlStore:
         except DcpS3Error as error:
             error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
             raise
+
+    @contextlib.contextmanager
+    def waiting_for(self, lock: threading.Lock, doing: str) -> Iterator[None]:
+        """Hold a lock of several threads, of which each has its own deadline.
+
+        Raises:
+            DeadlineExceededError: This one passed first; the text names ``doing``.
+        """
+        if not lock.acquire(
+            timeout=-1 if self._deadline is None else min(self._deadline.remaining(), threading.TIMEOUT_MAX)
+        ):
+            assert self._deadline is not None  # noqa: S101 -- without one it waits
+            raise self._deadline.error(doing)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _patience(self) -> Patience:
         seconds = self.config.connect_timeout_s + 2 * self.config.read_timeout_s

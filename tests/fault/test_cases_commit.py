@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,6 +19,8 @@ from dcp_s3 import (
 )
 from dcp_s3._checkpoint.commit import Observed, commit, observe
 from dcp_s3._transfer.probe import Conditions, conditions_of
+from dcp_s3._transfer.retry import Deadline
+from dcp_s3._transfer.store import ControlStore
 from tests.fault.conftest import QUICK, Transfer
 from tests.fault.server import PROFILES, Action, FaultServer, drop_reply, error, never_answer, reset
 
@@ -264,6 +267,35 @@ def test_a_record_that_may_not_be_read(plain_s3: FaultServer, plain_transfer: Tr
         put(plain_transfer, seen)
     with pytest.raises(AccessDeniedError, match="could be overwritten unseen"):
         put(plain_transfer, seen, None)
+
+
+def test_a_record_that_was_there_and_not_seen(plain_s3: FaultServer, plain_transfer: Transfer):
+    """A record that the first look was refused for, and that can be read later, stands; the error does not speak of another writer."""
+    plain_s3.put(RECORD, FOREIGN)
+    plain_s3.on("GetObject", error(403, "AccessDenied"))
+    seen = observe(plain_transfer.store, RECORD)
+    assert not seen.certain
+    plain_s3.clear(log=False, state=False)
+    with pytest.raises(CommitConflictError, match="first look was refused"):
+        put(plain_transfer, seen)
+    assert plain_s3.read(RECORD) == FOREIGN
+
+
+def test_the_probe_of_another_save(plain_s3: FaultServer, plain_transfer: Transfer):
+    """A save that waits for what another one is asking the store waits no longer than its own deadline."""
+    gate = plain_s3.hold("PutObject", at="handle")
+    config = plain_transfer.config
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(conditions_of, ControlStore(config, "bucket"), "run/manifest-1.json")
+        gate.wait_arrived()
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="another save that probes the store"):
+            conditions_of(ControlStore(config, "bucket", deadline=Deadline(0.3)), "run/manifest-2.json")
+        assert 0.25 < time.monotonic() - start < 5
+        gate.release()
+        gate.remove()
+        assert asking.result() == BOTH
+    assert conditions_of(ControlStore(config, "bucket", deadline=Deadline(5.0)), "run/manifest-2.json") == BOTH
 
 
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])

@@ -256,4 +256,6 @@ def test_the_model_finds_a_planted_defect(planted: type[Commits]):
     settings = hypothesis.settings(SETTINGS, max_examples=20_000, database=None, phases=[hypothesis.Phase.generate])
     # the last: a save that finds its own manifest collected
     with pytest.raises(AssertionError, match=r"had not seen|has lost|is live|no such key"):
-        run_state_machine_as_test(planted, settings=settings)
+        run_state_machine_as_test(
+            hypothesis.seed(2)(planted), settings=settings
+        )  # within 5 s; other seeds take up to 40
