@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_s3._checkpoint.program import check_object_program
+from dcp_s3._checkpoint.calls import check_object_program
 from dcp_s3.errors import CorruptCheckpointError
 
 __all__ = ["check_archive", "load_record"]

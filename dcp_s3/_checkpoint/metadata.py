@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_s3._checkpoint.collector import gc_paused
 from dcp_s3._checkpoint.program import MOST_LEVELS
 from dcp_s3._checkpoint.standin import FILESYSTEM, MAX_DIMENSIONS, METADATA, PATH_MODULES, check_storage_infos
-from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
+from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load, reason_of, shown
 from dcp_s3.errors import ConfigError, CorruptCheckpointError
 
 __all__ = ["dumps", "loads"]
@@ -36,6 +36,8 @@ class _Path(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, *parts: str) -> pathlib.PurePosixPath:  # type: ignore[misc]  # a gate makes something else than itself
+        if not {str}.issuperset(map(type, parts)) or sum(map(len, parts)) > _LONGEST_PATH:
+            raise ValueError("a path of what is no text, or too long")
         return pathlib.PurePosixPath(*parts)
 
 
@@ -43,6 +45,8 @@ class _MemoryFormat(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, value: int) -> _MEM_FORMAT_ENCODING:  # type: ignore[misc]
+        if type(value) is not int:  # an enum prints what it does not know
+            raise TypeError("a memory format that is no number")
         return _MEM_FORMAT_ENCODING(value)
 
 
@@ -50,9 +54,38 @@ class _Layout(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, name: str) -> torch.layout:  # type: ignore[misc]
+        if type(name) is not str:
+            raise TypeError("a layout that is no name")
         return _LAYOUTS[name]
 
 
+class _Size(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls, numbers: tuple[int, ...]) -> torch.Size:  # type: ignore[misc]
+        if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS:
+            raise TypeError("a size that is no tuple of some numbers")
+        return torch.Size(numbers)
+
+
+class _OrderedDict(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls) -> collections.OrderedDict[Any, Any]:  # type: ignore[misc]
+        return collections.OrderedDict()  # pickle fills it later; with arguments it would copy what it is given
+
+
+class _Properties(TensorProperties):
+    """What a record's properties are until they are checked: their own ``__setstate__`` prints what it does not know."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if type(state) is not tuple or tuple(map(type, state)) != _STATE:
+            raise TypeError("properties of another form")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+
+_STATE: Final = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)
+_LONGEST_PATH: Final = 1024
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -71,6 +104,7 @@ class _Index(MetadataIndex):
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     (METADATA, "MetadataIndex"): gate(_Index),
+    (METADATA, "TensorProperties"): gate(_Properties),
     **{
         (METADATA, real.__name__): gate(real)
         for real in (
@@ -78,16 +112,15 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
             ChunkStorageMetadata,
             Metadata,
             StorageMeta,
-            TensorProperties,
             TensorStorageMetadata,
         )
     },
     (METADATA, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
     (FILESYSTEM, "_StorageInfo"): gate(_StorageInfo),
     (FILESYSTEM, "_StoragePrefix"): gate(_StoragePrefix),
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): _Layout,
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): _OrderedDict,
     **{(module, name): _Path for module in PATH_MODULES for name in ("PosixPath", "PurePosixPath")},
 }
 
@@ -192,7 +225,7 @@ def loads(data: bytes, *, source: str) -> Metadata:
     try:
         _check(metadata.__dict__, source)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CorruptCheckpointError(f"{source} is damaged: {reason_of(error)}") from None
     return metadata
 
 
@@ -218,6 +251,8 @@ def _check(fields: dict[str, Any], source: str) -> None:
     for fqn, item in items.items():
         if type(item) is TensorStorageMetadata and type(fqn) is str:
             tensor = item.__dict__
+            if type(tensor["properties"]) is _Properties:
+                object.__setattr__(tensor["properties"], "__class__", TensorProperties)
             if type(tensor["size"]) is size_type and type(tensor["properties"]) is TensorProperties:
                 for chunk in tensor["chunks"]:
                     place = chunk.__dict__
@@ -231,7 +266,7 @@ def _check(fields: dict[str, Any], source: str) -> None:
                     continue
         elif type(item) is BytesStorageMetadata and type(fqn) is str:
             continue
-        raise CorruptCheckpointError(f"{source} is damaged: its entry {str(fqn)[:200]!r} has an impossible shape")
+        raise CorruptCheckpointError(f"{source} is damaged: its entry {shown(fqn)} has an impossible shape")
     if not {_Index}.issuperset(map(type, storage)):
         raise CorruptCheckpointError(f"{source} is damaged: a key of its storage_data is no index")
     for index in storage:

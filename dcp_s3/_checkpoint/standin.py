@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dcp_s3._checkpoint.layout import check_relative
-from dcp_s3._checkpoint.strict_pickle import Sealed, load
+from dcp_s3._checkpoint.strict_pickle import Sealed, load, reason_of, shown
 from dcp_s3.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -114,13 +114,20 @@ class _Size(metaclass=Sealed):
         return _Numbers(numbers)
 
 
+class _Dict(metaclass=Sealed):
+    __slots__ = ()
+
+    def __new__(cls) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}  # pickle fills it later; with arguments it would copy what it is given
+
+
 class _Text(metaclass=Sealed):
     """Stand-in of what is made from a few words (a path, a layout, a memory format) and that the tools do not need."""
 
     __slots__ = ()
 
-    def __new__(cls, *words: object) -> str:  # type: ignore[misc]
-        return "/".join(str(word) for word in words[:MAX_DIMENSIONS] if isinstance(word, (str, int)))
+    def __new__(cls, *_: object) -> None:  # type: ignore[misc]
+        return None
 
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
@@ -136,7 +143,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     (FILESYSTEM, "_StoragePrefix"): _Bag,
     ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): _Text,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _Dict,
     **{(module, name): _Text for module in PATH_MODULES for name in ("PosixPath", "PurePosixPath")},
 }
 _DTYPE = re.compile(r"bool|bit|(?:b?float|complex|q?u?int|bits)([0-9]{1,3})[a-z0-9_]*")
@@ -170,7 +177,7 @@ def read_record(data: bytes, *, source: str) -> RecordSummary:
     try:
         return _summary(top.__dict__, source)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CorruptCheckpointError(f"{source} is damaged: {reason_of(error)}") from None
 
 
 def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
@@ -180,9 +187,7 @@ def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
     tensor_bytes = 0
     for fqn, item in items.items():
         if type(fqn) is not str or type(item) not in (_TensorStorageMetadata, _BytesStorageMetadata):
-            raise CorruptCheckpointError(
-                f"{source} is damaged: the entry {str(fqn)[:200]!r} is no tensor and no object"
-            )
+            raise CorruptCheckpointError(f"{source} is damaged: the entry {shown(fqn)} is no tensor and no object")
         if type(item) is _TensorStorageMetadata:
             tensor_bytes += _tensor_bytes(item.__dict__, fqn, source)
     check_storage_infos(storage.values(), kind=_StorageInfo, source=source)
@@ -262,10 +267,9 @@ def check_storage_infos(infos: Collection[Any], *, kind: type, source: str) -> N
             return
     except (AttributeError, KeyError) as error:
         raise CorruptCheckpointError(f"{source} is damaged: an entry of its storage_data lacks {error}") from None
-    shown = ", ".join(f"{name}={value!r:.80}" for name, value in list(getattr(info, "__dict__", {}).items())[:6])
-    raise CorruptCheckpointError(
-        f"{source} is damaged: its storage_data has the impossible entry {shown or repr(info)[:80]}"
-    )
+    members = list(getattr(info, "__dict__", {}).items())[:6]
+    entry = ", ".join(f"{name}={shown(value)}" for name, value in members if type(name) is str) or shown(info)
+    raise CorruptCheckpointError(f"{source} is damaged: its storage_data has the impossible entry {entry}")
 
 
 def _check_apart(infos: Collection[Any], source: str) -> None:

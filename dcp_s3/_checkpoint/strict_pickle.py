@@ -25,7 +25,7 @@ from dcp_s3.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Sealed", "gate", "load"]
+__all__ = ["Sealed", "gate", "load", "reason_of", "shown"]
 
 
 class Sealed(type):
@@ -141,13 +141,13 @@ def _step(byte: bytes) -> bytes:
     )
 
 
-_RUN = re.compile(rb"(?:((?:%b){16}+))*+(?:%b)*+" % ((_step(rb"[^\x94]"),) * 2), re.DOTALL)
-"""Without a MEMOIZE in an argument, so that counting bytes counts those; its group is the last sixteen of them."""
+_RUN = re.compile(rb"(?:((?:%b){32}+))*+(?:%b)*+" % ((_step(rb"[^\x94]"),) * 2), re.DOTALL)
+"""Without a MEMOIZE in an argument, so that counting bytes counts those; its group is the last 32 of them."""
 _WITH_ANY_ARGUMENT = re.compile(
     rb"([hK].|M..|[jJ].{4}|[\x95G].{8}|%b)|(%b|%b)\x94?" % tuple(map(_counted, (rb"\x8a", rb"\x8c", b"C"))), re.DOTALL
 )
 _TUPLE = re.compile(rb"[t\x85\x86\x87]\x94?")
-_MOST_IN_TUPLE = 64
+_MOST_IN_TUPLE = 66  # torch.Size of 64 numbers
 """Values in a tuple that is only looked at where it is made, and may be hashed as often as an instruction says so."""
 
 
@@ -225,4 +225,17 @@ def load(data: bytes, find: Callable[[str, str], object], *, source: str) -> obj
             f"{source} names {str(error)!r}, which no checkpoint's metadata needs: it is refused, and nothing of it was run"
         ) from None
     except Exception as error:  # noqa: BLE001 -- damaged pickles raise errors of every class
-        raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CorruptCheckpointError(f"{source} is damaged: {reason_of(error)}") from None
+
+
+def shown(value: object) -> str:
+    """A value for a message. What holds others is not printed: lists that share one another print for ever."""
+    if type(value) is str:
+        return repr(value[:80])
+    return repr(value) if type(value) in (bool, int, type(None)) else f"<{type(value).__name__}>"
+
+
+def reason_of(error: Exception) -> str:
+    """An error of the unpickler or of a gate for a message. A KeyError holds the key, whatever it is."""
+    text = str(error.args[0])[:200] if error.args and type(error.args[0]) is str else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

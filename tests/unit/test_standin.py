@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import resource
 import subprocess
 import sys
 import time
@@ -144,6 +145,8 @@ HASHED = {
     + b"("
     + b"K\x01" * 1_000_000
     + b"t\x85RubNs",
+    "a size of a list": b"]q\x00K\x01a" + name("torch", "Size") + b"h\x00\x85R",
+    "a copy of a dict": b"}q\x00K\x01Ns" + name("collections", "OrderedDict") + b"h\x00\x85R",
     "a size of tuples": name("torch", "Size") + b"]K\x01\x85a\x85R",
 }
 
@@ -156,6 +159,62 @@ def test_what_no_dict_should_hash(what: str, read: Callable[..., object]) -> Non
     with pytest.raises(CorruptCheckpointError, match=r"is damaged: (TypeError|ValueError|RuntimeError)"):
         read(program(HASHED[what]), source="s3://b/.metadata")
     assert time.monotonic() - start < 10
+
+
+def shared_lists(levels: int) -> bytes:
+    """A list that holds one twice that holds one twice, and so on: printed it would fill 2**levels bytes."""
+    return b"](" * levels + b"]q\x64" + b"h\x64eq\x64" * levels
+
+
+def shared_texts(levels: int) -> bytes:
+    """The same of tuples, around a long text."""
+    return b"X\xa0\x86\x01\x00" + b"x" * 100_000 + b"q\x64" + b"h\x64\x86q\x64" * levels
+
+
+RECORD = name("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81}(\x8c\x13state_dict_metadata"
+PRINTED = {
+    "a path": RECORD
+    + b"}\x8c\x0cstorage_data}"
+    + INDEX
+    + b"\x8c\x03fqn\x8c\x01aub"
+    + name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    + b")\x81}(\x8c\x0drelative_path"
+    + shared_lists(40)
+    + b"\x8c\x06offsetK\x00\x8c\x06lengthK\x01ubsub",
+    "a name": RECORD + b"}" + shared_texts(20) + b"Ns\x8c\x0cstorage_data}ub",
+    "an index for a name": RECORD
+    + b"}"
+    + INDEX
+    + b"\x8c\x03fqn\x8c\x01a\x8c\x05index"
+    + shared_lists(40)
+    + b"ubNs\x8c\x0cstorage_data}ub",
+    "a memory format": name("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    + shared_lists(40)
+    + b"\x85R",
+    "a layout": name("torch.serialization", "_get_layout") + shared_texts(20) + b"\x85R",
+    "properties": name("torch.distributed.checkpoint.metadata", "TensorProperties")
+    + b")\x81(NNN"
+    + shared_lists(40)
+    + b"Ntb",
+    "a path of paths": name("pathlib", "PosixPath") * 20
+    + b"X\x90\x5f\x01\x00"
+    + b"a/b/c/d/" * 11_250
+    + b"q\x64"
+    + b"h\x64\x86Rq\x64" * 20,
+}
+
+
+@pytest.mark.parametrize("read", [read_record, loads])
+@pytest.mark.parametrize("what", PRINTED)
+def test_what_no_message_should_print(what: str, read: Callable[..., object]) -> None:
+    """Values that are refused are not printed, nor put together, when that takes for ever: soon, in little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read(program(PRINTED[what]), source="s3://b/.metadata")
+    assert time.monotonic() - start < 2
+    assert len(str(caught.value)) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
 
 
 @pytest.mark.parametrize("read", [read_record, loads])

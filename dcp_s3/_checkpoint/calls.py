@@ -1,0 +1,143 @@
+"""What the pickle of an object may call, and with what: checked before torch's weights-only loading runs it.
+
+That loading calls nothing but allowed names; with these a pickle of some hundred bytes can still ask for any memory, or for
+time without end:
+
+* What it is asked to call, and is not allowed, is named in a text that prints it; lists that share one another print in time
+  and memory that double with each level: 208 bytes take 5 s.
+* ``bytearray(n)``, tensors and storages of n elements take memory by a number; so does ``set_`` of a tensor whose storage may
+  grow, which those that come out of an archive may not.
+* ``encode`` to hex doubles what it is given, and copies of one value, made again and again, are as long as that value.
+
+So each call must have the form in which ``torch.save`` writes it.
+
+Source: torch/_weights_only_unpickler.py (what may be called), torch/_utils.py and torch/_tensor.py (what that does).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from dcp_s3._checkpoint.program import CALLED, NAMED, OTHER, TEXT, TUPLE, Program, Value
+
+__all__ = ["check_object_program"]
+
+_MOST_DIMENSIONS: Final = 64
+_SHORT_TEXT: Final = 64
+"""Characters; Python has one object for all texts of one character, and so pickle fetches them from the memo."""
+_SHORT, _LATIN1, _BYTES, _STORAGE, _AGAIN = "short text", "latin1", "bytes", "storage", "fetched once more"
+_TEXTS: Final = {TEXT, _SHORT, _LATIN1}
+_ENCODE: Final = "_codecs.encode"
+_BY_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_BYTEARRAY: Final = re.compile(r"(?:builtins|__builtin__)\.bytearray")
+_SIZED: Final = re.compile(r"torch(?:\.cuda)?(?:\.sparse)?\.\w*Tensor|torch\.storage\.(?:Unt|T)ypedStorage")
+"""Classes whose instances are as large as a number says."""
+_OF_STORAGE: Final = re.compile(r"torch\._utils\._rebuild_(?:q?tensor|tensor_v[0-9]+)")
+_OF_TENSOR: Final = re.compile(r"torch\.nn\.parameter\.Parameter|torch\._utils\._rebuild_parameter\w*")
+_COPIES: Final = re.compile(r"(?:builtins|__builtin__)\.set|collections\.Counter")
+_OF_TORCH: Final = re.compile(r"torch\.(?:_utils|_tensor|nn\.parameter)\..*")
+_NO_ONES: Final = "no torch.save wrote it"
+
+
+def check_object_program(pickle: bytes, source: str) -> None:
+    """Check an object's pickle before torch's weights-only loading runs it. Where it is no pickle the loading itself says so.
+
+    Args:
+        pickle: ``data.pkl`` of the ``torch.save`` record.
+        source: What it is, for the message.
+
+    Raises:
+        CorruptCheckpointError: It calls something in another way than ``torch.save`` does, or holds a class that could be called
+            for memory; or see :meth:`~dcp_s3._checkpoint.program.Program.follow`.
+    """
+    _ObjectProgram(source).follow(pickle)
+
+
+class _ObjectProgram(Program):
+    def _step(self, name: str, argument: object) -> bool:
+        if name == "BINUNICODE" and len(str(argument)) <= _SHORT_TEXT:
+            self._push(Value(0, 1, _LATIN1 if argument == "latin1" else _SHORT))
+            return True
+        if name == "BINPERSID":
+            (storage,) = self._pop(1)
+            if storage.levels > 1:
+                raise self._refused(f"whose storage is named by what is no constant: {_NO_ONES}")
+            self._push(Value(0, 1, _STORAGE))
+            return True
+        if name in ("LIST", "DICT", "FROZENSET", "OBJ", "INST"):
+            return False  # torch's loading ends here, too
+        return super()._step(name, argument)
+
+    def _push_tuple(self, items: list[Value]) -> None:
+        self._check_held(items, classes_from=1)
+        super()._push_tuple(items)
+
+    def _fill(self, name: str, filled: Value, items: list[Value]) -> None:
+        self._check_held(items, classes_from=len(items))
+        if name == "BUILD" and items[0].what == TUPLE and _OF_TORCH.fullmatch(filled.name):
+            raise self._refused(f"that sets a tensor's storage: {_NO_ONES}")
+        super()._fill(name, filled, items)
+
+    def _made(self, items: list[Value]) -> Value:
+        called, arguments = items
+        if why := _refusal(called, arguments):
+            raise self._refused(f"that calls {why}: {_NO_ONES}")
+        made = super()._made(items)
+        if called.name != _ENCODE:
+            return made
+        return Value(0, 1, _SHORT if arguments.held[0].what == _SHORT else _BYTES)
+
+    def _get(self, place: object) -> None:
+        super()._get(place)
+        value = self._stack[-1]
+        if value.what in (TEXT, OTHER, _BYTES):
+            self._stack[-1] = value._replace(what=_AGAIN)
+
+    def _check_held(self, items: list[Value], classes_from: int) -> None:
+        """Classes stand where a storage is named, and behind the function in a call by type, and nowhere that could call them."""
+        for place, item in enumerate(items):
+            sized = item.what == NAMED and _SIZED.fullmatch(item.name)
+            callable_bytes = item.what == NAMED and _BYTEARRAY.fullmatch(item.name)
+            if callable_bytes or (sized and place < classes_from) or any(map(_is_sized, item.held)):
+                raise self._refused(
+                    "that holds a class which could be called for as much memory as a number says; if you trust whoever wrote this "
+                    "checkpoint, use S3StorageReader(trust_pickle=True)"
+                )
+
+
+def _is_sized(value: Value) -> bool:
+    return value.what == NAMED and _SIZED.fullmatch(value.name) is not None
+
+
+def _refusal(called: Value, arguments: Value) -> str:
+    """Why such a call is refused; empty if it is not."""
+    name, held = called.name, arguments.held
+    if called.what != NAMED:
+        return "what is no name"
+    if arguments.what != TUPLE:
+        return f"{name} with what is no tuple"
+    if name == _BY_TYPE:
+        inner = len(held) == 4 and not _refusal(held[0], held[2]) and not any(map(_is_sized, held[2:]))
+        return "" if inner else f"{name} for another call"
+    if any(map(_is_sized, held)):
+        return f"{name} with a class"
+    kinds = [item.what for item in held]
+    good = True
+    if _SIZED.fullmatch(name):
+        good = False
+    elif name == _ENCODE:
+        good = len(kinds) == 2 and kinds[0] in _TEXTS and kinds[1] == _LATIN1
+    elif _BYTEARRAY.fullmatch(name):
+        good = {*_TEXTS, _BYTES}.issuperset(kinds)
+    elif _OF_STORAGE.fullmatch(name):
+        good = kinds[:1] == [_STORAGE]
+    elif _OF_TENSOR.fullmatch(name):
+        good = kinds[:1] == [CALLED]
+    elif name == "torch.Size":
+        good = kinds == [TUPLE] and len(held[0].held) <= _MOST_DIMENSIONS
+    elif name == "collections.OrderedDict":
+        good = not kinds
+    elif _COPIES.fullmatch(name):
+        good = _AGAIN not in kinds
+    return "" if good else f"{name} with such arguments"

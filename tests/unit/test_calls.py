@@ -1,0 +1,213 @@
+"""What an object's pickle may call: everything that torch.save writes, and none of what asks for memory or time without end."""
+
+from __future__ import annotations
+
+import collections
+import io
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from dcp_s3 import CorruptCheckpointError
+from dcp_s3._checkpoint.archive import load_record
+from dcp_s3._checkpoint.calls import check_object_program
+
+N = 1 << 30
+
+
+def call(module: str, name: str) -> bytes:
+    """The instruction that names something, as protocol 2 has it."""
+    return b"c%b\n%b\n" % (module.encode(), name.encode())
+
+
+def text(word: str) -> bytes:
+    """A text."""
+    return b"X" + len(word.encode()).to_bytes(4, "little") + word.encode()
+
+
+NUMBER = b"\x8a\x05" + N.to_bytes(5, "little")
+ENCODE = call("_codecs", "encode")
+ORDERED = call("collections", "OrderedDict")
+BY_TYPE = call("torch._tensor", "_rebuild_from_type_v2")
+PARAMETER = call("torch.nn.parameter", "Parameter")
+EMPTY = PARAMETER + b"N\x89\x86\x81"
+LATER = ORDERED + text("as_subclass") + call("torch", "FloatTensor") + b"\x86\x85\x85R"
+DUCK = ORDERED + b")R}(" + text("dtype") + call("torch", "float32") + text("_untyped_storage") + EMPTY
+DUCK += text("device") + call("torch", "device") + text("cpu") + b"\x85Rub"
+LONG = text("x" * 1000)
+DICT = b"}q\x00(" + b"".join(b"M" + n.to_bytes(2, "little") + b"N" for n in range(2000)) + b"u"
+ATTACKS = {
+    "hex of hex": ENCODE
+    + b"q\x00"
+    + b"h\x00" * 40
+    + text("a")
+    + text("latin1")
+    + b"\x86R"
+    + (text("hex") + b"\x86R") * 40,
+    "hex once": ENCODE + text("a") + text("hex") + b"\x86R",
+    "hex by type": BY_TYPE + b"(" + ENCODE + call("torch", "Tensor") + text("a") + text("hex") + b"\x86}tR",
+    "one text encoded again and again": LONG + b"q\x00]q\x02" + ENCODE + b"h\x00" + text("latin1") + b"\x86Ra",
+    "one bytes copied again and again": call("builtins", "bytearray")
+    + ENCODE
+    + LONG
+    + text("latin1")
+    + b"\x86Rq\x00h\x00\x86R",
+    "one dict copied again and again": DICT + call("collections", "Counter") + b"h\x00\x85R",
+    "one dict ordered": DICT + ORDERED + b"h\x00\x85R",
+    "one list made a set": b"]q\x00" + call("builtins", "set") + b"h\x00\x85R",
+    "a size of a list": call("torch", "Size") + b"]K\x01a\x85R",
+    "a size of many": call("torch", "Size") + b"(" + b"K\x01" * 65 + b"t\x85R",
+    "a class as an attribute": BY_TYPE + b"(" + BY_TYPE + NUMBER + b"(" + ORDERED + ORDERED + b")" + LATER + b"tNtR",
+    "a class in a tuple in a tuple": text("x") + call("torch", "FloatTensor") + b"\x86\x85",
+    "a class in a dict": b"}" + text("x") + call("torch", "FloatTensor") + b"s",
+    "bytearray in a tuple": call("builtins", "bytearray") + b"\x85",
+    "a parameter that grows": EMPTY + b"(" + EMPTY + b"K\x00" + NUMBER + b"\x85K\x01\x85tb",
+    "a parameter of nothing": EMPTY,
+    "a parameter of nothing, by type": BY_TYPE + b"(" + PARAMETER + call("torch", "Tensor") + b"N\x89\x86}tR",
+    "what looks like a storage": call("torch._utils", "_rebuild_tensor")
+    + b"("
+    + DUCK
+    + b"K\x00"
+    + NUMBER
+    + b"\x85K\x01\x85tR",
+    "a storage that is none": call("torch._utils", "_rebuild_tensor_v2")
+    + b"(N"
+    + b"K\x00"
+    + NUMBER
+    + b"\x85K\x01\x85tR",
+    "a number called": b"K\x01)R",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_other_calls_are_refused(name: str):
+    """Calls for memory by a number, copies of one value, and encodings that grow are refused before anything is called."""
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=r"^s3://b/x holds a pickle that (calls|holds|sets)"):
+        check_object_program(b"\x80\x02" + ATTACKS[name] + b".", "s3://b/x")
+    assert time.monotonic() - start < 1
+
+
+def test_what_is_no_program_is_left_to_the_loading():
+    """Where the stack is empty, or an instruction unknown, the check says nothing, and nothing else is raised."""
+    for body in (
+        b"R",
+        b"K\x01R",
+        b"b",
+        b"s",
+        b"Q",
+        b"t",
+        b"(l.",
+        b"cx\ny\n(o",
+        b"\xff",
+        b"X\xff\xff\xff\xff",
+        b"h\x05",
+        b"",
+    ):
+        check_object_program(b"\x80\x02" + body, "s3://b/x")
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def _with_attribute() -> torch.Tensor:
+    tensor: Any = torch.ones(3)
+    tensor.extra = "kept"
+    return tensor
+
+
+def _loop() -> list[Any]:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    return loop
+
+
+SAME = b"y" * 300
+SHARED = torch.arange(6.0)
+VALUES: dict[str, Callable[[], Any]] = {
+    "optimizer": lambda: _optimizer().state_dict(),
+    "scheduler": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(_optimizer(), 10).state_dict(),
+    "model": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).state_dict(),
+    "random state": torch.get_rng_state,
+    "bytes": lambda: [SAME, bytearray(), bytearray(b"z" * 300), b"x", b"x", bytearray(b"x"), bytearray(b"x")],
+    "bytes met twice": lambda: [SAME, SAME, bytearray(SAME)],
+    "collections": lambda: [
+        {1, "a", (2, 3)},
+        collections.Counter("aab"),
+        collections.OrderedDict(a=1),
+        {"n": {"m": [(), [], {}]}},
+    ],
+    "numbers": lambda: [1 << 300, -(1 << 70), 1.5, 2j, True, None],
+    "torch's own": lambda: [torch.float16, torch.strided, torch.Size([2, 3]), torch.Size([]), torch.device("cpu")],
+    "tensors": lambda: [
+        SHARED,
+        SHARED[2:],
+        SHARED.view(2, 3).T,
+        SHARED.expand(4, 6),
+        torch.zeros(0),
+        torch.tensor(1.0),
+    ],
+    "parameters": lambda: [
+        torch.nn.Parameter(torch.ones(2, 2)),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    ],
+    "attribute": _with_attribute,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "storage": lambda: torch.arange(4).untyped_storage(),
+    "loop": _loop,
+    "long": lambda: list(range(3000)),
+    "shape of 64": lambda: torch.ones([1] * 64),
+    "distributed": lambda: DTensor.from_local(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Replicate()]),
+}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", VALUES)
+def test_what_torch_saves_is_loaded(name: str):
+    """Whatever weights-only loading takes of what torch.save writes is let through."""
+    value, out = VALUES[name](), io.BytesIO()
+    torch.save(value, out)
+    stock = torch.load(io.BytesIO(out.getvalue()), weights_only=True)
+    loaded = load_record(memoryview(out.getvalue()), "s3://b/x", trusted=False)
+    assert type(loaded) is type(stock)
+
+
+def test_every_named_class_is_known():
+    """Each class that weights-only loading lets be called, and that takes memory by a number, is refused when it is called."""
+    allowed = torch._weights_only_unpickler._get_allowed_globals()
+    sized = [
+        name
+        for name, value in allowed.items()
+        if isinstance(value, type) and name.endswith(("Tensor", "Storage", "bytearray"))
+    ]
+    sized += [name for name, value in allowed.items() if type(value).__name__ == "tensortype"]
+    assert len(sized) > 30
+    for path in sized:
+        module, _, name = path.rpartition(".")
+        with pytest.raises(CorruptCheckpointError):
+            check_object_program(b"\x80\x02" + call(module, name) + NUMBER + b"\x85R.", "s3://b/x")
