@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dcp_s3 import CorruptCheckpointError
@@ -37,6 +39,23 @@ def test_the_kept_inputs():
             else:
                 outcomes.add("read")
         assert outcomes == {"refused", "read"}, kind
+
+
+def test_an_input_that_takes_much_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that makes the resident memory grow beyond the limit fails, and is kept."""
+    taken: list[bytearray] = []
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - psutil.Process().memory_info().rss // 1024
+
+    def parse(data: bytes) -> Any:
+        if data[:2] != b"PK" and not taken:
+            taken.append(bytearray((peak << 10) + (100 << 20)))
+        raise CorruptCheckpointError("no")
+
+    monkeypatch.setitem(PARSERS, "archive", parse)
+    with pytest.raises(AssertionError, match="MiB for"):
+        fuzz("archive", examples=200, keep=tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("archive-found-TooLarge-")
 
 
 def test_what_is_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -111,7 +111,7 @@ def _table(
         "faults survived": f"{faults} ({', '.join(f'{count} {name}' for name, count in found.faults.items())}); "
         f"{found.kills} ranks killed; {found.saves_failed} saves failed with an error on every rank",
         "inputs tried": ", ".join(f"{one.inputs} {kind}" for kind, one in tried.items())
-        + f"; slowest {max(one.slowest_s for one in tried.values()):.2f} s",
+        + f"; slowest {max(one.slowest_s for one in tried.values()):.2f} s, largest {max(one.largest_mib for one in tried.values()):.0f} MiB",
         "long fault tests": "; ".join(
             f"{one['name']}: {one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped, {one['seconds']} s"
             for one in suites

@@ -22,6 +22,8 @@ from dcp_s3._checkpoint.archive import check_archive, load_record
 from dcp_s3._checkpoint.manifest import Manifest
 
 CORPUS = Path(__file__).parents[1] / "fault" / "corpus"
+LARGEST_MIB = 64
+"""By so much one input may let the process's peak of resident memory grow."""
 LONGEST_S = 5.0
 """For one input of some KiB. Far above what one takes, also on a busy machine."""
 
@@ -115,6 +117,11 @@ class Tried:
     inputs: int = 0
     refused: int = 0
     slowest_s: float = 0.0
+    largest_mib: float = 0.0
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None = None) -> Tried:
@@ -127,14 +134,15 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None
         keep: Directory in which an input that raises or takes too long is left, shrunk, as a part of the corpus.
 
     Returns:
-        What was tried. An input that raises anything but a CorruptCheckpointError, or takes too long, raises, shrunk.
+        What was tried. An input that raises anything but a CorruptCheckpointError, or takes too long, raises, shrunk; and, as it is,
+        one that takes too much memory: a peak is reached but once.
     """
     parse, kept, tried = PARSERS[kind], corpus(kind), Tried()
     found: dict[str, bytes] = {}
     assert kept, f"no corpus for {kind}"
 
     def feed(data: bytes) -> None:
-        started = time.monotonic()
+        started, peak = time.monotonic(), _peak_mib()
         tried.inputs += 1
         try:
             parse(data)
@@ -143,6 +151,10 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None
         except Exception as error:
             found[type(error).__name__] = data  # the last one is the smallest
             raise
+        finally:
+            tried.largest_mib = max(tried.largest_mib, grown := _peak_mib() - peak)
+            if grown > LARGEST_MIB:
+                found["TooLarge"] = data
         seconds = time.monotonic() - started
         tried.slowest_s = max(tried.slowest_s, seconds)
         if seconds >= LONGEST_S:
@@ -169,6 +181,7 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None
             for what, data in found.items():
                 digest = hashlib.sha256(data).hexdigest()[:8]
                 (keep / f"{_FILES[kind]}-found-{what}-{digest}").write_bytes(data)
+    assert "TooLarge" not in found, f"{tried.largest_mib:.0f} MiB for {len(found['TooLarge'])} bytes"
     return tried
 
 
@@ -181,14 +194,15 @@ def fuzz_for(seconds: float, *, seed: int = 0) -> dict[str, Tried]:
     """
     end = time.monotonic() + seconds
     total = {kind: Tried() for kind in PARSERS}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_mib()
     while time.monotonic() < end:
         for kind, sum_of in total.items():
             tried = fuzz(kind, examples=500, seed=seed, keep=CORPUS)
             sum_of.inputs += tried.inputs
             sum_of.refused += tried.refused
             sum_of.slowest_s = max(sum_of.slowest_s, tried.slowest_s)
+            sum_of.largest_mib = max(sum_of.largest_mib, tried.largest_mib)
             seed += 1
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    grown = _peak_mib() - before
     assert grown < 300, f"resident memory peaked {grown:.0f} MiB higher"
     return total
