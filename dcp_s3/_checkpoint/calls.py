@@ -36,6 +36,8 @@ _SIZED: Final = re.compile(r"torch(?:\.cuda)?(?:\.sparse)?\.\w*Tensor|torch\.sto
 _OF_STORAGE: Final = re.compile(r"torch\._utils\._rebuild_(?:q?tensor|tensor_v[0-9]+)")
 _OF_TENSOR: Final = re.compile(r"torch\.nn\.parameter\.Parameter|torch\._utils\._rebuild_parameter\w*")
 _COPIES: Final = re.compile(r"(?:builtins|__builtin__)\.set|collections\.Counter")
+_NO_TENSORS: Final = re.compile(r"(?:builtins|__builtin__|collections|_codecs)\..*|torch\.\w+")
+"""What weights-only loading may call, and does not give tensors."""
 _OF_TORCH: Final = re.compile(r"torch\.(?:_utils|_tensor|nn\.parameter)\..*")
 _NO_ONES: Final = "no torch.save wrote it"
 
@@ -118,8 +120,10 @@ def _refusal(called: Value, arguments: Value) -> str:
     if arguments.what != TUPLE:
         return f"{name} with what is no tuple"
     if name == _BY_TYPE:
-        inner = len(held) == 4 and not _refusal(held[0], held[2]) and not any(map(_is_sized, held[2:]))
-        return "" if inner else f"{name} for another call"
+        # it calls the first with the third, and what that gives is asked for its as_subclass(the second)
+        of_tensor = len(held) == 4 and held[1].what == NAMED and not _NO_TENSORS.fullmatch(held[0].name)
+        good = of_tensor and not _refusal(held[0], held[2]) and not any(map(_is_sized, held[2:]))
+        return "" if good else f"{name} for another call"
     if any(map(_is_sized, held)):
         return f"{name} with a class"
     kinds = [item.what for item in held]

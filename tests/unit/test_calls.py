@@ -67,6 +67,17 @@ ATTACKS = {
     "a class in a tuple in a tuple": text("x") + call("torch", "FloatTensor") + b"\x86\x85",
     "a class in a dict": b"}" + text("x") + call("torch", "FloatTensor") + b"s",
     "bytearray in a tuple": call("builtins", "bytearray") + b"\x85",
+    "a list made a set, by type": BY_TYPE
+    + b"("
+    + BY_TYPE
+    + b"("
+    + ORDERED
+    + ORDERED
+    + b")}"
+    + text("as_subclass")
+    + call("builtins", "set")
+    + b"stR]K\x01a)NtR",
+    "an ordered dict by type": BY_TYPE + b"(" + ORDERED + ORDERED + b")}tR",
     "a parameter that grows": EMPTY + b"(" + EMPTY + b"K\x00" + NUMBER + b"\x85K\x01\x85tb",
     "a parameter of nothing": EMPTY,
     "a parameter of nothing, by type": BY_TYPE + b"(" + PARAMETER + call("torch", "Tensor") + b"N\x89\x86}tR",
