@@ -19,6 +19,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from torch._utils import IMPORT_MAPPING, NAME_MAPPING
+
 from dcp_s3._checkpoint.program import CALLED, NAMED, OTHER, TEXT, TUPLE, Program, Value
 
 __all__ = ["check_object_program"]
@@ -30,13 +32,13 @@ _SHORT, _LATIN1, _BYTES, _STORAGE, _AGAIN = "short text", "latin1", "bytes", "st
 _TEXTS: Final = {TEXT, _SHORT, _LATIN1}
 _ENCODE: Final = "_codecs.encode"
 _BY_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
-_BYTEARRAY: Final = re.compile(r"(?:builtins|__builtin__)\.bytearray")
+_BYTEARRAY: Final = re.compile(r"builtins\.bytearray")
 _SIZED: Final = re.compile(r"torch(?:\.cuda)?(?:\.sparse)?\.\w*Tensor|torch\.storage\.(?:Unt|T)ypedStorage")
 """Classes whose instances are as large as a number says."""
 _OF_STORAGE: Final = re.compile(r"torch\._utils\._rebuild_(?:q?tensor|tensor_v[0-9]+)")
 _OF_TENSOR: Final = re.compile(r"torch\.nn\.parameter\.Parameter|torch\._utils\._rebuild_parameter\w*")
-_COPIES: Final = re.compile(r"(?:builtins|__builtin__)\.set|collections\.Counter")
-_NO_TENSORS: Final = re.compile(r"(?:builtins|__builtin__|collections|_codecs)\..*|torch\.\w+")
+_COPIES: Final = re.compile(r"builtins\.set|collections\.Counter")
+_NO_TENSORS: Final = re.compile(r"(?:builtins|collections|_codecs)\..*|torch\.\w+")
 """What weights-only loading may call, and does not give tensors."""
 _OF_TORCH: Final = re.compile(r"torch\.(?:_utils|_tensor|nn\.parameter)\..*")
 _NO_ONES: Final = "no torch.save wrote it"
@@ -60,6 +62,9 @@ class _ObjectProgram(Program):
     def _step(self, name: str, argument: object) -> bool:
         if name == "BINUNICODE" and len(str(argument)) <= _SHORT_TEXT:
             self._push(Value(0, 1, _LATIN1 if argument == "latin1" else _SHORT))
+            return True
+        if name == "GLOBAL":
+            self._push(Value(0, 1, NAMED, _path_of(str(argument))))
             return True
         if name == "BINPERSID":
             (storage,) = self._pop(1)
@@ -106,6 +111,13 @@ class _ObjectProgram(Program):
                     "that holds a class which could be called for as much memory as a number says; if you trust whoever wrote this "
                     "checkpoint, use S3StorageReader(trust_pickle=True)"
                 )
+
+
+def _path_of(named: str) -> str:
+    """What torch takes a name for: it knows those that Python 2 had."""
+    module, _, name = named.partition(" ")
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    return f"{module}.{name}"
 
 
 def _is_sized(value: Value) -> bool:

@@ -60,6 +60,8 @@ ATTACKS = {
     + b"\x86Rq\x00h\x00\x86R",
     "one dict copied again and again": DICT + call("collections", "Counter") + b"h\x00\x85R",
     "one dict ordered": DICT + ORDERED + b"h\x00\x85R",
+    "one dict ordered, by an old name": DICT + call("UserDict", "OrderedDict") + b"h\x00\x85R",
+    "a set by an old name": b"]q\x00" + call("__builtin__", "set") + b"h\x00\x85R",
     "one list made a set": b"]q\x00" + call("builtins", "set") + b"h\x00\x85R",
     "a size of a list": call("torch", "Size") + b"]K\x01a\x85R",
     "a size of many": call("torch", "Size") + b"(" + b"K\x01" * 65 + b"t\x85R",
