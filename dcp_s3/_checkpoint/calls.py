@@ -37,6 +37,8 @@ _SIZED: Final = re.compile(r"torch(?:\.cuda)?(?:\.sparse)?\.\w*Tensor|torch\.sto
 """Classes whose instances are as large as a number says."""
 _OF_STORAGE: Final = re.compile(r"torch\._utils\._rebuild_(?:q?tensor|tensor_v[0-9]+)")
 _OF_TENSOR: Final = re.compile(r"torch\.nn\.parameter\.Parameter|torch\._utils\._rebuild_parameter\w*")
+_OF_DEVICE: Final = re.compile(r"torch\._utils\._rebuild_device_tensor_from_\w+")
+"""Tensors of devices that have no storages: converted on the CPU, of which a shape can be far larger than its storage."""
 _COPIES: Final = re.compile(r"builtins\.set|collections\.Counter")
 _NO_TENSORS: Final = re.compile(r"(?:builtins|collections|_codecs)\..*|torch\.\w+")
 """What weights-only loading may call, and does not give tensors."""
@@ -89,7 +91,7 @@ class _ObjectProgram(Program):
     def _made(self, items: list[Value]) -> Value:
         called, arguments = items
         if why := _refusal(called, arguments):
-            raise self._refused(f"that calls {why}: {_NO_ONES}")
+            raise self._refused(f"that calls {why}")
         made = super()._made(items)
         if called.name != _ENCODE:
             return made
@@ -128,16 +130,18 @@ def _refusal(called: Value, arguments: Value) -> str:
     """Why such a call is refused; empty if it is not."""
     name, held = called.name, arguments.held
     if called.what != NAMED:
-        return "what is no name"
+        return f"what is no name: {_NO_ONES}"
     if arguments.what != TUPLE:
-        return f"{name} with what is no tuple"
+        return f"{name} with what is no tuple: {_NO_ONES}"
     if name == _BY_TYPE:
         # it calls the first with the third, and what that gives is asked for its as_subclass(the second)
         of_tensor = len(held) == 4 and held[1].what == NAMED and not _NO_TENSORS.fullmatch(held[0].name)
         good = of_tensor and not _refusal(held[0], held[2]) and not any(map(_is_sized, held[2:]))
-        return "" if good else f"{name} for another call"
+        return "" if good else f"{name} for another call: {_NO_ONES}"
     if any(map(_is_sized, held)):
-        return f"{name} with a class"
+        return f"{name} with a class: {_NO_ONES}"
+    if _OF_DEVICE.fullmatch(name):
+        return f"{name}, which copies as much as a shape says; if you trust whoever wrote it, use S3StorageReader(trust_pickle=True)"
     kinds = [item.what for item in held]
     good = True
     if _SIZED.fullmatch(name):
@@ -156,4 +160,4 @@ def _refusal(called: Value, arguments: Value) -> str:
         good = not kinds
     elif _COPIES.fullmatch(name):
         good = _AGAIN not in kinds
-    return "" if good else f"{name} with such arguments"
+    return "" if good else f"{name} with such arguments: {_NO_ONES}"

@@ -94,6 +94,11 @@ ATTACKS = {
     + b"K\x00"
     + NUMBER
     + b"\x85K\x01\x85tR",
+    "a small storage, copied as a large tensor": call("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    + b"(N"
+    + call("torch", "float64")
+    + text("cpu")
+    + b"\x89tR",
     "a number called": b"K\x01)R",
 }
 
