@@ -166,6 +166,8 @@ class S3StorageReader(StorageReader):
             # it would cost a second deadline, and a rank that found an old record of its own would part from the others
             raise refused
         self._local.refused = None
+        if (last := getattr(self._local, "load", None)) is not None and last.pause is not None:
+            last.pause.end()  # only its record was read
         load = _Load(url, Deadline(deadline_s(self._config.load_deadline_s, "load_deadline_s")), Counter())
         load.record = record_name(rank)
         self._local.load = load

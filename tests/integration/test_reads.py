@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import re
 
@@ -19,7 +20,7 @@ from dcp_s3._checkpoint import fetch
 from dcp_s3._transfer.checksum import crc32c
 from tests.fault.server import FaultServerProcess, peak_in_flight
 from tests.integration.conftest import bucket_on
-from tests.integration.support import assert_same, bits, blank, load, writer
+from tests.integration.support import assert_same, bits, blank, load, reader, writer
 from tests.support.ranks import run_ranks_ok
 
 MIB = 1 << 20
@@ -268,3 +269,15 @@ def test_nothing_is_read_for_nothing(faults):
     faults.clear(rules=False, state=False)
     assert_same(load(bucket, "a", dict(state)), state)
     assert _reads(faults) == []
+
+
+@pytest.mark.usefixtures("collector_on")
+def test_the_collector_works_after_a_load(faults):
+    """Also where the same reader had read the record by itself before; a load that follows ends the pause of the look."""
+    place = bucket_on(faults)
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer(place, "a"))
+    source = reader(place, "a")
+    source.read_metadata()
+    assert not gc.isenabled()
+    dcp.load({"x": torch.zeros(3)}, storage_reader=source)
+    assert gc.isenabled()
