@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint import strict_pickle
+from dcp_s3._checkpoint import instructions
 from dcp_s3._checkpoint.program import Program
 from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
 from tests.unit.records import name, program
@@ -199,7 +199,7 @@ def test_tuples_that_a_planner_may_keep() -> None:
 @pytest.mark.parametrize("record", sorted(GOLDEN.rglob("*.metadata")), ids=lambda path: path.parent.name)
 def test_records_are_told_small_by_the_quick_reading(record: Path) -> None:
     """What we and the stock writers write need not be followed instruction by instruction, which takes ten times as long."""
-    assert strict_pickle._are_tuples_small(record.read_bytes(), "x")
+    assert instructions.are_tuples_small(record.read_bytes(), "x")
 
 
 FRAGMENTS = [
@@ -223,10 +223,10 @@ FRAGMENTS = [
 def test_what_is_told_small_is_small(fragments: list[bytes]) -> None:
     """Where the quick reading finds no large tuple, following each instruction finds none, either."""
     data = program(b")\x94", *fragments)
-    if strict_pickle._are_tuples_small(data, "x"):
+    if instructions.are_tuples_small(data, "x"):
         exact = Program("x")
         exact.follow(data)
-        assert exact.largest <= strict_pickle._MOST_IN_TUPLE * 18  # a size of 16 numbers in its tuple
+        assert exact.largest <= instructions._MOST_IN_TUPLE * 18  # a size of 16 numbers in its tuple
 
 
 @settings(max_examples=200)
@@ -242,8 +242,8 @@ def test_the_memo_is_counted_right(fragments: list[bytes]) -> None:
             seen.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_pickle, "Program", Kept)
-        small = strict_pickle._are_tuples_small(data, "x")
+        patch.setattr(instructions, "Program", Kept)
+        small = instructions.are_tuples_small(data, "x")
     if small:
         assert seen[0].memoized == sum(instruction.name == "MEMOIZE" for instruction, _, _ in pickletools.genops(data))
 
