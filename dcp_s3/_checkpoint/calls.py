@@ -22,24 +22,24 @@ from typing import Final
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
 from dcp_s3._checkpoint.program import CALLED, NAMED, OTHER, TEXT, TUPLE, Program, Value
+from dcp_s3._checkpoint.standin import MAX_DIMENSIONS
 
 __all__ = ["check_object_program"]
 
-_MOST_DIMENSIONS: Final = 64
 _SHORT_TEXT: Final = 64
 """Characters; Python has one object for all texts of one character, and so pickle fetches them from the memo."""
 _SHORT, _LATIN1, _BYTES, _STORAGE, _AGAIN = "short text", "latin1", "bytes", "storage", "fetched once more"
 _TEXTS: Final = {TEXT, _SHORT, _LATIN1}
 _ENCODE: Final = "_codecs.encode"
 _BY_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
-_BYTEARRAY: Final = re.compile(r"builtins\.bytearray")
+_BYTEARRAY: Final = "builtins.bytearray"
 _SIZED: Final = re.compile(r"torch(?:\.cuda)?(?:\.sparse)?\.\w*Tensor|torch\.storage\.(?:Unt|T)ypedStorage")
 """Classes whose instances are as large as a number says."""
 _OF_STORAGE: Final = re.compile(r"torch\._utils\._rebuild_(?:q?tensor|tensor_v[0-9]+)")
 _OF_TENSOR: Final = re.compile(r"torch\.nn\.parameter\.Parameter|torch\._utils\._rebuild_parameter\w*")
 _OF_DEVICE: Final = re.compile(r"torch\._utils\._rebuild_device_tensor_from_\w+")
 """Tensors of devices that have no storages: converted on the CPU, of which a shape can be far larger than its storage."""
-_COPIES: Final = re.compile(r"builtins\.set|collections\.Counter")
+_COPIES: Final = ("builtins.set", "collections.Counter")
 _NO_TENSORS: Final = re.compile(r"(?:builtins|collections|_codecs)\..*|torch\.\w+")
 """What weights-only loading may call, and does not give tensors."""
 _OF_TORCH: Final = re.compile(r"torch\.(?:_utils|_tensor|nn\.parameter)\..*")
@@ -106,9 +106,8 @@ class _ObjectProgram(Program):
     def _check_held(self, items: list[Value], classes_from: int) -> None:
         """Classes stand where a storage is named, and behind the function in a call by type, and nowhere that could call them."""
         for place, item in enumerate(items):
-            sized = item.what == NAMED and _SIZED.fullmatch(item.name)
-            callable_bytes = item.what == NAMED and _BYTEARRAY.fullmatch(item.name)
-            if callable_bytes or (sized and place < classes_from) or any(map(_is_sized, item.held)):
+            bytes_class = item.what == NAMED and item.name == _BYTEARRAY
+            if bytes_class or (_is_sized(item) and place < classes_from) or any(map(_is_sized, item.held)):
                 raise self._refused(
                     "that holds a class which could be called for as much memory as a number says; if you trust whoever wrote this "
                     "checkpoint, use S3StorageReader(trust_pickle=True)"
@@ -148,16 +147,16 @@ def _refusal(called: Value, arguments: Value) -> str:
         good = False
     elif name == _ENCODE:
         good = len(kinds) == 2 and kinds[0] in _TEXTS and kinds[1] == _LATIN1
-    elif _BYTEARRAY.fullmatch(name):
+    elif name == _BYTEARRAY:
         good = {*_TEXTS, _BYTES}.issuperset(kinds)
     elif _OF_STORAGE.fullmatch(name):
         good = kinds[:1] == [_STORAGE]
     elif _OF_TENSOR.fullmatch(name):
         good = kinds[:1] == [CALLED]
     elif name == "torch.Size":
-        good = kinds == [TUPLE] and len(held[0].held) <= _MOST_DIMENSIONS
+        good = kinds == [TUPLE] and len(held[0].held) <= MAX_DIMENSIONS
     elif name == "collections.OrderedDict":
         good = not kinds
-    elif _COPIES.fullmatch(name):
+    elif name in _COPIES:
         good = _AGAIN not in kinds
     return "" if good else f"{name} with such arguments: {_NO_ONES}"

@@ -171,15 +171,15 @@ def commit(
             return
         refusals += is_precondition_failed(failure)
         if there == "foreign" or refusals >= _REFUSALS:
-            who = (
-                "another writer wrote or deleted"
+            place = f"s3://{store.bucket}/{key}"
+            why = (
+                f"another writer wrote or deleted {place} after this save had looked"
                 if observed.certain
-                else "as its first look was refused, this save did not know of"
+                else f"{place} holds a record that this save did not know of, as its first look was refused"
             )
-            what = " after this save had looked" if observed.certain else ", which was or is there"
-            raise CommitConflictError(
-                f"{who} s3://{store.bucket}/{key}{what}; what is there now stands, ours is not there"
-            ).with_context(bucket=store.bucket, key=key, operation="PutObject", attempts=attempt) from failure
+            raise CommitConflictError(f"{why}; what is there now stands, ours is not there").with_context(
+                bucket=store.bucket, key=key, operation="PutObject", attempts=attempt
+            ) from failure
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:
             raise _unknown(store, key, attempt, told) from failure
