@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3Config, S3StorageWriter
@@ -16,6 +18,8 @@ from dcp_s3 import RetryPolicy, S3Config, S3StorageWriter
 RANKS = 2
 DEADLINE_S = 30.0
 """Of a save: less than the group's time-out, so that the ranks hear why a save failed."""
+GROUP_S = 45.0
+"""Time-out of the save's own group: gloo does not always tell a rank that its peer was killed (see gloo_survivor)."""
 PART = 5 << 20
 ELEMENTS = 3 << 18
 """Of one int32 tensor: 3 MiB, so that the two of a rank are an upload of two parts."""
@@ -54,4 +58,5 @@ def save_rank(rank: int, endpoint: str, url: str, value: int, scratch: Path, pro
         assert not isinstance(future, dict)
         future.result()
     else:
-        dcp.save(state, storage_writer=writer)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S))
+        dcp.save(state, storage_writer=writer, process_group=group)
