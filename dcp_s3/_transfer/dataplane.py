@@ -22,6 +22,7 @@ from dcp_s3._transfer.faults import is_expired, is_missing, is_refused_as_unknow
 from dcp_s3._transfer.patience import Patience
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import ended, on_fork, portal
+from dcp_s3._transfer.receive import content_range
 from dcp_s3._transfer.session import BODY, SINK
 from dcp_s3._transfer.store import creation, encryption
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
@@ -347,7 +348,7 @@ class DataPlane:
 
         def check(reply: dict[str, Any]) -> None:
             ranged = str(reply.get("ContentRange") or "")
-            if ranged and not ranged.startswith(f"{asked}/"):
+            if ranged and (content_range(ranged) or ())[:2] != (start, end - 1):
                 raise retry.unavailable(f"the store sent {ranged}")
             if not ranged and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") != 200:
                 raise retry.unavailable("a partial reply without Content-Range")

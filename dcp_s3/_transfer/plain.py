@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import struct
+import sys
+import termios
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -18,16 +21,19 @@ if TYPE_CHECKING:
     from dcp_s3._transfer.payload import Progress
     from dcp_s3._transfer.receive import Reply, Sink
 
-_FIRST_CALL_BYTES: Final = 256 << 10
 _CALL_BYTES: Final = 8 << 20
-"""Most bytes of one call. Nothing is told of while it lasts: longer than ``read_timeout_s`` it would be a stall."""
-_CALL_S: Final = 0.25
-"""A call that was faster is followed by one of twice the bytes, a slower one by a small one."""
+"""Most bytes of one call."""
+_CALL_S: Final = 0.5
+"""Longest time of one call on the socket: what it has moved by then is progress, however slow the line is."""
+_GRACE_S: Final = 0.5
+"""A store may refuse a body, reply and close while it is sent: its reply is waited for a little when the sending fails."""
 _LOOP_BYTES: Final = 256 << 10
 """A body of which no more than this is missing is received on the loop thread: not worth a thread."""
 _SETTLE_S: Final = 0.05
 """A reply may be here before the thread has seen that the socket took the last bytes."""
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
+_TIMEOUT: Final = struct.pack("@ll", 0, int(_CALL_S * 1e6))
+"""A struct timeval."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
@@ -39,13 +45,17 @@ class PlainConnection(Connection):
 
     Args:
         connected: Its socket, in blocking mode, which it owns from now on.
+        silence_s: A call in a thread gives up when nothing has moved for so long; whoever waits for the request should
+            have done so before.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, silence_s: float) -> None:
         super().__init__()
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEOUT)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT)
         self._socket = connected
+        self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
-        self._call_bytes = _FIRST_CALL_BYTES
         self._in_request = self._sent = False
         self._moving: asyncio.Future[None] | None = None
         self._loop.add_reader(connected, self._readable)
@@ -65,9 +75,9 @@ class PlainConnection(Connection):
         """
         self._begin(None, None)
         self._moving = self._loop.run_in_executor(None, self._send, head, views, progress)
+        self._moving.add_done_callback(self._sending_ended)
         try:
-            assert self._waiter is not None  # noqa: S101 -- just begun
-            reply = await self._waiter
+            reply = await self._reply_to_body(progress)
             await asyncio.wait({self._moving}, timeout=_SETTLE_S)
             self._in_request = not self._sent
             self.reusable = self.reusable and not self._in_request
@@ -130,35 +140,79 @@ class PlainConnection(Connection):
 
     def _send(self, head: bytes, views: Sequence[memoryview], progress: Progress) -> None:
         taken = time.thread_time()  # 0 in a thread of its own
-        with contextlib.suppress(OSError):  # what it was, the reading side will be told, perhaps by a reply
-            self._socket.sendall(head, _MORE if views else 0)
+        try:
+            self._send_all(memoryview(head), _MORE if views else 0, None)
             for view in views:
-                offset = 0
-                while offset < len(view):
-                    piece = view[offset : offset + self._call_bytes]
-                    started = time.monotonic()
-                    self._socket.sendall(piece)
-                    self._note(started)
-                    progress.advance(len(piece))
-                    offset += len(piece)
+                self._send_all(view, 0, progress)
             self._sent = True
-        progress.spend(time.thread_time() - taken)
+        finally:
+            progress.spend(time.thread_time() - taken)
+
+    def _send_all(self, view: memoryview, flags: int, progress: Progress | None) -> None:
+        """Send bytes by as few calls as they take; each returns within ``_CALL_S`` with what the socket took."""
+        offset = 0
+        moved = time.monotonic()
+        while offset < len(view):
+            try:
+                count = self._socket.send(view[offset : offset + _CALL_BYTES], flags)
+            except BlockingIOError:
+                self._check_silence(moved)
+                continue
+            moved = time.monotonic()
+            offset += count
+            if progress is not None:
+                progress.advance(count)
 
     def _receive(self, sink: Sink) -> None:
+        moved = time.monotonic()
         while sink.filled < sink.length:
-            room = sink.buffer()[: self._call_bytes]
-            started = time.monotonic()
-            count = self._socket.recv_into(room, len(room), socket.MSG_WAITALL)
+            room = sink.buffer()[:_CALL_BYTES]
+            try:
+                count = self._socket.recv_into(room, len(room), socket.MSG_WAITALL)
+            except BlockingIOError:
+                self._check_silence(moved)
+                continue
             if not count:
                 break
-            self._note(started)
+            moved = time.monotonic()
             sink.advance(count)
 
-    def _note(self, started: float) -> None:
-        fast = time.monotonic() - started < _CALL_S
-        self._call_bytes = min(2 * self._call_bytes, _CALL_BYTES) if fast else _FIRST_CALL_BYTES
+    def _check_silence(self, moved: float) -> None:
+        if time.monotonic() - moved > self._silence_s:
+            raise TimeoutError(f"nothing moved for {self._silence_s:g} s")
 
     # ------------------------------------------------------------------ on the loop
+
+    async def _reply_to_body(self, progress: Progress) -> Reply:
+        """Wait for the reply. What the kernel has taken and still passes on is progress, too, on a slow line."""
+        waiter = self._waiter
+        assert waiter is not None  # noqa: S101 -- just begun
+        queued = 0
+        while not waiter.done():
+            await asyncio.wait({waiter}, timeout=_CALL_S)
+            before, queued = queued, self._queued()
+            if queued < before:
+                progress.advance(0)
+        return waiter.result()
+
+    def _queued(self) -> int:
+        """Bytes that the socket took and the peer has not acknowledged."""
+        try:
+            return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except (OSError, ValueError):  # closed
+            return 0
+
+    def _sending_ended(self, sending: asyncio.Future[None]) -> None:
+        """Whatever ends the sending early ends the request: at once, but for a reply that is on its way."""
+        error = None if sending.cancelled() else sending.exception()
+        waiter = self._waiter
+        if error is not None and waiter is not None and not waiter.done():
+            self._loop.call_later(_GRACE_S, self._fail_sending, waiter, error)
+
+    def _fail_sending(self, waiter: asyncio.Future[Reply], error: BaseException) -> None:
+        if not waiter.done():
+            failure = error if isinstance(error, OSError) else ConnectionError(f"sending failed: {error!r}")
+            waiter.set_exception(failure)
 
     def _readable(self) -> None:
         try:

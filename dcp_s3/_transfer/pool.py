@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import socket
-import struct
 import time
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -14,7 +13,7 @@ from dcp_s3._transfer.receive import Connection
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from dcp_s3._transfer.payload import Progress
     from dcp_s3._transfer.receive import Reply, Sink
@@ -44,13 +43,39 @@ class _Pool(abc.ABC, Generic[C]):
     async def _open(self, address: Address) -> C:
         """Connect."""
 
-    async def _take(self, address: Address) -> C:
+    async def _exchange(self, address: Address, exchange: Callable[[C], Awaitable[Reply]]) -> Reply:
+        """One request and its reply on a kept connection, or on a new one.
+
+        A server may close a kept connection at the moment in which a request sets out on it. The request then goes again at
+        once, on a new connection: no byte of a reply has come, and GETs, and PUTs of the same bytes to the same name, may be
+        repeated (RFC 9110, section 9.2.2).
+        """
+        connection = self._kept(address)
+        reused = connection is not None
+        while True:
+            if connection is None:
+                connection = await self._connected(address)
+            try:
+                reply = await exchange(connection)
+            except BaseException as error:
+                connection.abort()
+                if not reused or connection.heard or not isinstance(error, ConnectionError):
+                    raise
+                reused, connection = False, None
+            else:
+                self._keep(address, connection)
+                return reply
+
+    def _kept(self, address: Address) -> C | None:
         idle = self._idle.get(address, [])
         while idle:
             connection = idle.pop()
             if not connection.closed and time.monotonic() - connection.idle_since < _IDLE_S:
                 return connection
             connection.abort()
+        return None
+
+    async def _connected(self, address: Address) -> C:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._open(address)
@@ -92,16 +117,13 @@ class _Pool(abc.ABC, Generic[C]):
             OSError: The connection failed, ended early, or the reply is not the asked range.
             CorruptCheckpointError: The object ends before the range does.
         """
-        sink.rewind()
         head = _head("GET", target, headers)
-        connection = await self._take(address)
-        try:
-            reply = await connection.request(head, sink, first_byte)
-        except BaseException:
-            connection.abort()
-            raise
-        self._keep(address, connection)
-        return reply
+
+        def exchange(connection: C) -> Awaitable[Reply]:
+            sink.rewind()
+            return connection.request(head, sink, first_byte)
+
+        return await self._exchange(address, exchange)
 
 
 class TlsPool(_Pool[Connection]):
@@ -124,13 +146,13 @@ class PlainPool(_Pool[PlainConnection]):
     Args:
         limit: Most idle connections per host.
         connect_timeout_s: For all addresses of a name together, seconds.
-        read_timeout_s: Silence, seconds, after which a request is given up by those who wait for it. The kernel ends a call
-            on the socket somewhat later, where nobody could.
+        read_timeout_s: Silence, seconds, after which a request is given up by those who wait for it. The thread that moves
+            its body gives up somewhat later, where nobody could.
     """
 
     def __init__(self, *, limit: int, connect_timeout_s: float, read_timeout_s: float) -> None:
         super().__init__(limit=limit, connect_timeout_s=connect_timeout_s)
-        self._call_limit = struct.pack("@ll", int(read_timeout_s + _LATER_S), 0)  # a struct timeval
+        self._silence_s = read_timeout_s + _LATER_S
         self._failed: set[object] = set()
 
     async def _open(self, address: Address) -> PlainConnection:
@@ -144,7 +166,7 @@ class PlainPool(_Pool[PlainConnection]):
                 async with asyncio.timeout(share_s):
                     await self._connect(made, place)
                 self._failed.discard(place)
-                return PlainConnection(made)
+                return PlainConnection(made, self._silence_s)
             except OSError as error:  # TimeoutError is one
                 made.close()
                 self._failed.add(place)
@@ -161,8 +183,6 @@ class PlainPool(_Pool[PlainConnection]):
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         await asyncio.get_running_loop().sock_connect(made, place)
         made.setblocking(True)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, self._call_limit)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, self._call_limit)
 
     async def put(
         self,
@@ -185,14 +205,7 @@ class PlainPool(_Pool[PlainConnection]):
             OSError: The connection failed or ended.
         """
         head = _head("PUT", target, [*headers, ("Content-Length", str(sum(map(len, views))))])
-        connection = await self._take(address)
-        try:
-            reply = await connection.send(head, views, progress)
-        except BaseException:
-            connection.abort()
-            raise
-        self._keep(address, connection)
-        return reply
+        return await self._exchange(address, lambda connection: connection.send(head, views, progress))
 
 
 def _head(method: str, target: str, headers: Sequence[tuple[str, str]]) -> bytes:

@@ -114,7 +114,8 @@ class Portal:
     """An event loop on a daemon thread of its own, so that it works beside a caller's running loop."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        # whatever loop policy the program has installed: uvloop makes sockets that block non-blocking, and so sends nothing
+        self.loop = asyncio.SelectorEventLoop()
         self.loop.set_default_executor(_Threads())
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._thread = threading.Thread(target=self._run, name="dcp_s3-loop", daemon=True)

@@ -1,4 +1,8 @@
-"""A small HTTP/1.1 client's receiving side: body bytes go straight into the caller's buffers."""
+"""The receiving side of HTTP/1.1: the bytes of a range go from the socket into the caller's buffers.
+
+A reply with the asked bytes and a plain length, as every store sends it, is taken apart here. All other replies (chunked
+ones, errors, interim ones, unusual heads) go through h11, a library that knows what HTTP/1.1 allows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import io
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp_s3.errors import CorruptCheckpointError
+import h11
+
+from dcp_s3.errors import CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +22,16 @@ if TYPE_CHECKING:
     from dcp_s3._transfer.payload import Progress
 
 _HEAD_BYTES: Final = 64 << 10
-_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,8}")
+"""Longest head that is taken apart here."""
+_LIBRARY_HEAD_BYTES: Final = 256 << 10
+"""Longest head at all."""
 _ERROR_BYTES: Final = 1 << 20
+_END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
+_RANGE: Final = re.compile(r"bytes\s+([0-9]+)-([0-9]+)/([0-9]+|\*)", re.IGNORECASE | re.ASCII)
+_PLAIN_STATUS: Final = re.compile(rb"HTTP/1\.1 20[06](?: |\Z)")
+_UNUSUAL: Final = re.compile(rb"[^\r]\n|\n[ \t]|\r[^\n]|[\x00-\x08\x80-\xff]")
+"""In a head: bare line ends, folded lines, bytes that are no text."""
+_COMPRESSED: Final = {"gzip", "x-gzip", "compress", "deflate", "br", "zstd"}
 _TRASH: Final = memoryview(bytearray(256 << 10))
 """Where bytes go that nobody wants; written by many, read by none."""
 
@@ -111,10 +125,15 @@ class Connection(asyncio.BufferedProtocol):
         self._used = 0
         self._reply: Reply | None = None
         self._into_sink = False
-        self._rest = bytearray()
-        self._left: int | None = None
-        self._chunked = False
+        self._library: h11.Connection | None = None
+        self._library_fills_sink = False
+        self._body = bytearray()
         self.reusable = False
+
+    @property
+    def heard(self) -> bool:
+        """Whether any byte of the present request's reply has come."""
+        return self._used > 0 or self._library is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 -- create_connection gives no other
@@ -143,8 +162,8 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._into_sink and self._sink is not None and self._sink.filled < self._sink.length:
             return self._sink.buffer()
-        if self._reply is not None:
-            return memoryview(self._head)  # a small body, moved on in buffer_updated
+        if self._reply is not None or self._library is not None:
+            return memoryview(self._head)  # moved on in buffer_updated
         return memoryview(self._head)[self._used :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -157,79 +176,94 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionError(f"not an HTTP reply: {error!r}"))
 
     def _take(self, nbytes: int) -> None:
-        if self._into_sink and self._sink is not None:
+        if self._library is not None:
+            self._parse(self._library, bytes(self._head[:nbytes]))
+        elif self._into_sink and self._sink is not None:
             self._sink.advance(nbytes)
             self._finish_if_filled()
-        elif self._reply is not None:
-            self._take_body(memoryview(self._head)[:nbytes])
         else:
             self._used += nbytes
             self._take_head()
 
     def _take_head(self) -> None:
-        end = self._head.find(b"\r\n\r\n", 0, self._used)
-        if end < 0:
-            if self._used == len(self._head):
-                self._fail(ConnectionError(f"the reply's head is longer than {_HEAD_BYTES} bytes"))
+        end = _END_OF_HEAD.search(self._head, 0, self._used)
+        if end is None and self._used < len(self._head):
             return
-        try:
-            reply, keep_alive = _parse_head(bytes(self._head[: end + 4]))
-        except (ValueError, http.client.HTTPException) as error:
-            self._fail(ConnectionError(f"not an HTTP reply: {error}"))
+        parsed = _plain_head(bytes(self._head[: end.end()])) if end is not None and self._sink is not None else None
+        if end is None or parsed is None:
+            self._library = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LIBRARY_HEAD_BYTES)
+            # which request it was makes no difference to the reply of a GET or PUT
+            self._library.send(h11.Request(method="GET", target="/", headers=[("Host", "s3")]))
+            self._library.send(h11.EndOfMessage())
+            self._parse(self._library, bytes(self._head[: self._used]))
             return
-        rest = bytes(self._head[end + 4 : self._used])
-        if 100 <= reply.status < 200:  # an interim reply; the real one follows
-            self._used = len(rest)
-            self._head[: len(rest)] = rest
-            self._take_head()
+        self._reply, self.reusable = parsed
+        assert self._sink is not None  # noqa: S101 -- only such a head is plain
+        if fault := fault_of(self._reply, self._first_byte, self._sink.length):
+            self._fail(fault)
             return
-        self._reply = reply
-        self.reusable = keep_alive
-        length = reply.headers.get("content-length")
-        self._chunked = "chunked" in reply.headers.get("transfer-encoding", "").lower()
-        self._left = int(length) if length is not None and length.isdigit() and not self._chunked else None
-        if reply.status == 204:
-            self._left, self._chunked = 0, False
-        if self._sink is not None and reply.status in (200, 206):
-            fault = fault_of(reply, self._left, self._first_byte, self._sink.length)
-            if fault is not None:
-                self._fail(fault)
-                return
-            self._into_sink = True
-            if len(rest) > self._sink.length:
-                self._fail(ConnectionError("the reply is longer than it announces"))
-                return
-            self._sink.feed(memoryview(rest))
-            self._finish_if_filled()
-        else:
-            self._take_body(memoryview(rest))
+        self._into_sink = True
+        if self._used - end.end() > self._sink.length:
+            self._fail(ConnectionError("the reply is longer than it announces"))
+            return
+        self._sink.feed(memoryview(self._head)[end.end() : self._used])
+        self._finish_if_filled()
 
     def _finish_if_filled(self) -> None:
         assert self._sink is not None  # noqa: S101 -- a body goes there only if there is one
         if self._sink.filled == self._sink.length:
             self._done()
 
-    def _take_body(self, data: memoryview) -> None:
-        self._rest += data
-        assert self._reply is not None  # noqa: S101 -- set with the head
-        if self._left is not None and len(self._rest) >= self._left:
-            self._reply.body = bytes(self._rest[: self._left])
-            self._done()
-        elif self._chunked:
-            self._take_chunks()
-        if len(self._rest) > _ERROR_BYTES:
-            self._fail(ConnectionError("the reply is too long"))
+    # ------------------------------------------------------------------ replies that the library reads
 
-    def _take_chunks(self) -> None:
-        assert self._reply is not None  # noqa: S101 -- set with the head
+    def _parse(self, library: h11.Connection, data: bytes) -> None:
+        """Hand over what has come; ``b""`` is the end of the connection."""
         try:
-            body = _dechunk(bytes(self._rest))
-        except ValueError as error:
-            self._fail(ConnectionError(f"not a chunked body: {error}"))
+            library.receive_data(data)
+            while self._waiter is not None and not self._waiter.done():
+                event = library.next_event()
+                if event is h11.NEED_DATA or event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+                    return
+                self._take_event(library, event)
+        except h11.RemoteProtocolError as error:
+            if data:
+                self._fail(ConnectionError(f"not an HTTP reply: {error}"))
+
+    def _take_event(self, library: h11.Connection, event: object) -> None:
+        if isinstance(event, h11.Response):
+            headers: dict[str, str] = {}
+            for raw_name, raw_value in event.headers:
+                name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+                headers[name] = f"{headers[name]}, {value}" if name in headers else value
+            self._reply = Reply(event.status_code, headers)
+            if self._sink is not None and event.status_code in (200, 206):
+                self._library_fills_sink = True
+                fault = fault_of(self._reply, self._first_byte, self._sink.length)
+                if fault is not None:
+                    self._fail(fault)
+        elif isinstance(event, h11.Data):
+            self._take_body(memoryview(event.data))
+        elif isinstance(event, h11.EndOfMessage):
+            self._take_end(library)
+
+    def _take_body(self, data: memoryview) -> None:
+        if not self._library_fills_sink or self._sink is None:
+            self._body += data
+            if len(self._body) > _ERROR_BYTES:
+                self._fail(ConnectionError("the reply is too long"))
+        elif len(data) > self._sink.length - self._sink.filled:
+            self._fail(ConnectionError(f"the reply is longer than the {self._sink.length} bytes that were asked for"))
+        else:
+            self._sink.feed(data)
+
+    def _take_end(self, library: h11.Connection) -> None:
+        assert self._reply is not None  # noqa: S101 -- its end follows its beginning
+        if self._library_fills_sink and self._sink is not None and self._sink.filled < self._sink.length:
+            self._fail(ConnectionError(f"the reply ended after {self._sink.filled} of {self._sink.length} bytes"))
             return
-        if body is not None:
-            self._reply.body = body
-            self._done()
+        self._reply.body = bytes(self._body)
+        self.reusable = library.their_state is h11.DONE and not library.trailing_data[0]
+        self._done()
 
     def _done(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._reply is not None:
@@ -248,65 +282,70 @@ class Connection(asyncio.BufferedProtocol):
         self.closed = True
         if self._waiter is None or self._waiter.done():
             return
-        if self._reply is not None and not self._into_sink and self._left is None and not self._chunked:
-            self._reply.body = bytes(self._rest)  # a body that ends with the connection
+        if exc is None and self._library is not None:
+            self._parse(self._library, b"")  # some bodies end with the connection
             self.reusable = False
-            self._done()
-            return
+            if self._waiter.done():
+                return
         early = "before its reply" if self._sink is None else f"after {self._sink.filled} of {self._sink.length} bytes"
         self._waiter.set_exception(exc or ConnectionError(f"the connection ended {early}"))
 
 
-def fault_of(reply: Reply, announced: int | None, first: int | None, length: int) -> Exception | None:
-    """Why a reply with a good status does not carry the bytes that were asked for; ``None`` if it does."""
+def content_range(value: str) -> tuple[int, int, int | None] | None:
+    """First byte, last byte and object size (``None`` where it is ``*``) of a Content-Range; ``None`` if it is none."""
+    found = _RANGE.fullmatch(value.strip())
+    return None if found is None else (int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3]))
+
+
+def fault_of(reply: Reply, first: int | None, length: int) -> Exception | None:
+    """Why a reply with a good status does not carry the bytes that were asked for; ``None`` if it does.
+
+    A reply that does not announce its length may still turn out too long or too short.
+
+    Args:
+        reply: Status and headers.
+        first: Where the asked range starts; ``None`` if the whole object was asked for.
+        length: Bytes that were asked for.
+    """
     start = first or 0
+    coding = reply.headers.get("content-encoding", "").strip().lower()
+    if coding in _COMPRESSED:
+        return StorageError(
+            f"the reply is compressed (Content-Encoding: {coding}), which was not asked for: a proxy before the store must "
+            "pass objects on as they are"
+        ).with_context(status=reply.status)
     if reply.status == 206:
         ranged = reply.headers.get("content-range", "")
-        span, _, total = ranged.partition("/")
-        if span.startswith("bytes ") and total.isdigit() and int(total) < start + length:
+        span = content_range(ranged)
+        if span is not None and span[2] is not None and span[2] < start + length:
             return CorruptCheckpointError(
-                f"the object has {total} bytes, expected {start + length} or more: it was truncated"
+                f"the object has {span[2]} bytes, expected {start + length} or more: it was truncated"
             )
-        if span != f"bytes {start}-{start + length - 1}":
+        if span is None or span[:2] != (start, start + length - 1):
             return ConnectionError(f"the 206 reply has {f'Content-Range {ranged!r}' if ranged else 'no Content-Range'}")
     elif start:
         return ConnectionError("the store ignored the Range header")
-    if announced != length:
-        count = "no length" if announced is None else f"{announced} bytes"
-        return ConnectionError(f"the {reply.status} reply announces {count}, expected {length}")
+    announced = reply.headers.get("content-length")
+    if announced is not None and "transfer-encoding" not in reply.headers and announced.strip() != str(length):
+        return ConnectionError(f"the {reply.status} reply announces {announced[:20]} bytes, expected {length}")
     return None
 
 
-def _parse_head(head: bytes) -> tuple[Reply, bool]:
+def _plain_head(head: bytes) -> tuple[Reply, bool] | None:
+    """A reply that carries its range in the plainest form, and whether its connection stays; ``None`` for any other."""
     line, _, rest = head.partition(b"\r\n")
-    version, _, status = line.partition(b" ")
-    if not version.startswith(b"HTTP/1."):
-        raise ValueError(repr(line[:40]))
-    message = http.client.parse_headers(io.BytesIO(rest))
+    if not _PLAIN_STATUS.match(line) or _UNUSUAL.search(rest):
+        return None
+    try:
+        message = http.client.parse_headers(io.BytesIO(rest))
+    except (ValueError, http.client.HTTPException):
+        return None
     headers = {name.lower(): value for name, value in message.items()}
-    connection = headers.get("connection", "").lower()
-    keep_alive = connection == "keep-alive" if version == b"HTTP/1.0" else connection != "close"
-    return Reply(int(status[:3]), headers), keep_alive
-
-
-def _dechunk(data: bytes) -> bytes | None:
-    """The body of a chunked reply; ``None`` while its end has not come."""
-    body = bytearray()
-    position = 0
-    while (end := data.find(b"\r\n", position)) >= 0:
-        digits = data[position:end].partition(b";")[0].strip()
-        if not _HEX.fullmatch(digits):
-            raise ValueError(f"a chunk of {digits[:20]!r} bytes")
-        size = int(digits, 16)
-        start = end + 2
-        if size == 0:
-            ended = data.startswith(b"\r\n", start) or b"\r\n\r\n" in data[start:]  # the latter behind trailers
-            return bytes(body) if ended else None
-        if len(data) < start + size + 2:
-            return None
-        body += data[start : start + size]
-        position = start + size + 2
-    return None
+    if len(message.get_all("content-length", ())) != 1 or "transfer-encoding" in headers:
+        return None
+    if not re.fullmatch("[0-9]{1,20}", headers["content-length"]):
+        return None
+    return Reply(int(line[9:12]), headers), headers.get("connection", "").lower() != "close"
 
 
 def header_items(headers: Any) -> list[tuple[str, str]]:  # noqa: ANN401 -- botocore's own header class

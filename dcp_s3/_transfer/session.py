@@ -122,13 +122,14 @@ async def _fill(sink: Sink, response: Any, first_byte: int | None) -> None:  # n
     sink.rewind()
     if response.status_code not in (200, 206):
         return
-    reply = Reply(response.status_code, dict(response.headers))
-    length = reply.headers.get("content-length", "")
+    reply = Reply(response.status_code, {name.lower(): value for name, value in response.headers.items()})
     try:
-        fault = fault_of(reply, int(length) if length.isdigit() else None, first_byte, sink.length)
+        fault = fault_of(reply, first_byte, sink.length)
         if fault is not None:
             raise fault
         async for chunk in response.raw.content.iter_chunked(1 << 20):
+            if len(chunk) > sink.length - sink.filled:
+                raise ConnectionError(f"the reply is longer than the {sink.length} bytes that were asked for")
             sink.feed(memoryview(chunk))
         if sink.filled != sink.length:
             raise ConnectionError(f"the connection ended after {sink.filled} of {sink.length} bytes")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_s3 import CorruptCheckpointError
+from dcp_s3 import CorruptCheckpointError, StorageError, StorageUnavailableError
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.receive import Connection, Reply, Sink, header_items
 
@@ -160,13 +160,14 @@ def test_any_split_of_a_chunked_error(places: list[int], sizes: list[int]):
         (HEAD.replace(b"100-867/5000", b"101-868/5000"), "Content-Range 'bytes 101-868/5000'"),
         (HEAD.replace(b"Content-Range: bytes 100-867/5000\r\n", b""), "no Content-Range"),
         (HEAD.replace(b"Length: 768", b"Length: 767"), "announces 767 bytes, expected 768"),
-        (HEAD.replace(b"Content-Length: 768\r\n", b""), "announces no length"),
-        (HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked"), "announces no length"),
+        (HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked") + b"zz\r\n", "illegal chunk header"),
+        (HEAD.replace(b"Content-Length: 768", b"Content-Length: 768\r\nContent-Length: 769"), "not an HTTP reply"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 768\r\n\r\n", "ignored the Range header"),
         (b"HTTP/2 200\r\n\r\n", "not an HTTP reply"),
         (b"\x15\x03\x01\x00\x02\x02\r\n\r\n", "not an HTTP reply"),
         (b"HTTP/1.1 abc\r\n\r\n", "not an HTTP reply"),
-        (b"x" * 70_000, "head is longer than"),
+        (b"x" * 300_000, "not an HTTP reply"),
+        (b"HTTP/1.1 206 OK\r\n" + b"x-filler: 0123456789\r\n" * 15_000, "not an HTTP reply"),
         (HEAD.replace(b"Content-Length: 768", b"Content-Length: \xb2"), "not an HTTP reply"),  # a digit to str.isdigit
         (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, "not an HTTP reply"),
     ],
@@ -181,6 +182,70 @@ def test_replies_that_are_not_believed(head: bytes, text: str):
     assert not outcome.connection.reusable
 
 
+def chunked(data: bytes, size: int = 100) -> bytes:
+    """Frame a body in chunks, with an extension and a trailer."""
+    pieces = [data[at : at + size] for at in range(0, len(data), size)]
+    framed = b"".join(b"%X;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return framed + b"0\r\nx-trailer: t\r\n\r\n"
+
+
+FILLER = b"".join(b"x-amz-meta-%04d: %s\r\n" % (n, b"v" * 1000) for n in range(72))
+UNUSUAL = {
+    "chunked": HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked") + chunked(BODY),
+    "blanks behind the length": HEAD.replace(b"768\r\n\r\n", b"768  \t\r\n\r\n").replace(b"768\r\nE", b"768 \t \r\nE")
+    + BODY,
+    "Bytes in capitals": HEAD.replace(b"bytes", b"Bytes") + BODY,
+    "names in capitals": HEAD.replace(b"Content-Length", b"CONTENT-LENGTH") + BODY,
+    "72 KB of headers": HEAD.replace(b"ETag", FILLER + b"ETag") + BODY,
+    "bare line feeds": HEAD.replace(b"\r\n", b"\n") + BODY,
+    "a folded header": HEAD.replace(b"a: b", b"a:\r\n b") + BODY,
+    "the length twice": HEAD.replace(b"Content-Length: 768", b"Content-Length: 768\r\nContent-Length: 768") + BODY,
+    "interim replies": b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n" + HEAD + BODY,
+    "no reason": HEAD.replace(b"206 Partial Content", b"206") + BODY,
+    "an unknown total": HEAD.replace(b"/5000", b"/*") + BODY,
+}
+
+
+@pytest.mark.parametrize("form", UNUSUAL)
+@settings(max_examples=25)
+@given(places=cuts)
+def test_what_other_stores_send(form: str, places: list[int]):
+    """Replies in any form that HTTP/1.1 allows carry their range, however they are cut, and the connection stays."""
+    outcome = Outcome(split(UNUSUAL[form], places))
+    assert outcome.error is None
+    assert outcome.reply is not None
+    assert (outcome.reply.status, outcome.reply.headers["etag"], bytes(outcome.target)) == (206, '"abc"', BODY)
+    assert outcome.connection.reusable
+
+
+@given(places=cuts)
+def test_a_body_that_ends_with_the_connection(places: list[int]):
+    """A range without a length is whole when the connection ends with its last byte, and only then."""
+    head = HEAD.replace(b"Content-Length: 768\r\n", b"Connection: close\r\n")
+    outcome = Outcome(split(head + BODY, places), end="eof")
+    assert (outcome.error, bytes(outcome.target), outcome.connection.reusable) == (None, BODY, False)
+    short = Outcome(split(head + BODY[:-1], places), end="eof")
+    assert "after 767 of 768 bytes" in str(short.error)
+    long = Outcome(split(head + BODY + b"x", places), end="eof")
+    assert "longer than the 768 bytes" in str(long.error)
+
+
+def test_a_chunked_range_of_another_length():
+    """Chunks that give less or more than the range are no range."""
+    head = HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked")
+    assert "after 767 of 768 bytes" in str(Outcome([head + chunked(BODY[:-1])]).error)
+    assert "longer than the 768 bytes" in str(Outcome([head + chunked(BODY + b"x")]).error)
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"BR"])
+def test_a_compressed_range(coding: bytes):
+    """A proxy that compresses what it passes on is named at once: no other attempt could help."""
+    error = Outcome([HEAD.replace(b"ETag", b"Content-Encoding: " + coding + b"\r\nETag") + BODY]).error
+    assert isinstance(error, StorageError)
+    assert not isinstance(error, StorageUnavailableError)
+    assert f"Content-Encoding: {coding.decode().lower()}" in str(error)
+
+
 @pytest.mark.parametrize(
     "body", [b"zz\r\n\r\n", b"-6\r\n", b"+5\r\nabcde\r\n", b"0x5\r\nabcde\r\n", b"1_0\r\n", b"\r\n", b"x" * 2_000_000]
 )
@@ -189,7 +254,7 @@ def test_errors_that_are_no_end(body: bytes):
     form = b"Transfer-Encoding: chunked" if len(body) < 100 else b"Connection: close"
     error = Outcome([b"HTTP/1.1 503 Busy\r\n" + form + b"\r\n\r\n", body]).error
     assert isinstance(error, ConnectionError)
-    assert re.search("not a chunked body|too long", str(error))
+    assert re.search("illegal chunk header|too long", str(error))
 
 
 def test_an_object_that_ends_before_the_range():
@@ -225,11 +290,11 @@ def test_bytes_behind_the_reply(extra: bytes):
         (b"HTTP/1.1", b"", True),
         (b"HTTP/1.1", b"Connection: close\r\n", False),
         (b"HTTP/1.0", b"", False),
-        (b"HTTP/1.0", b"Connection: keep-alive\r\n", True),
+        (b"HTTP/1.0", b"Connection: keep-alive\r\n", False),
     ],
 )
 def test_keep_alive(line: bytes, header: bytes, reusable: bool):
-    """Whether a connection can be used again is the server's word, by the rules of its version."""
+    """Whether a connection can be used again is the server's word; one of HTTP/1.0 is not."""
     data = HEAD.replace(b"HTTP/1.1", line).replace(b"ETag", header + b"ETag") + BODY
     assert Outcome([data]).connection.reusable is reusable
 
