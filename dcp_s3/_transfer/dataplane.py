@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dcp_s3._transfer import retry
@@ -44,11 +45,21 @@ _CANCEL_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What HEAD says of a data object."""
+    """What HEAD says of a data object.
+
+    Attributes:
+        size: Bytes.
+        etag: Verbatim, with its quotes.
+        token: The token in its user metadata, ``None`` where there is none.
+        age_s: Seconds since it was written, by the store's clock; for an object of parts that may be since its Create.
+        crc32c: The store's checksum of it, where it was asked for.
+    """
 
     size: int
     etag: str
     token: str | None
+    age_s: float | None = None
+    crc32c: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,16 +323,23 @@ class DataPlane:
             if error.status != 404:
                 raise
 
-    async def head_object(self, job: Job, key: str) -> Head | None:
-        """Size, ETag and token of a data object, ``None`` if it is not there."""
+    async def head_object(self, job: Job, key: str, *, checksum: bool = False) -> Head | None:
+        """Size, ETag and token of a data object, ``None`` if it is not there; with its checksum on request."""
+        params = encryption(self.config, write=False) | ({"ChecksumMode": "ENABLED"} if checksum else {})
         try:
-            reply = await self._call(job, "HeadObject", "head_object", key, encryption(self.config, write=False))
+            reply = await self._call(job, "HeadObject", "head_object", key, params)
         except StorageError as error:
             if is_missing(error):
                 return None
             raise
         metadata = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}
-        return Head(int(reply.get("ContentLength") or 0), str(reply.get("ETag", "")), metadata.get(TOKEN_FIELD))
+        return Head(
+            int(reply.get("ContentLength") or 0),
+            str(reply.get("ETag", "")),
+            metadata.get(TOKEN_FIELD),
+            _age_s(reply),
+            reply.get("ChecksumCRC32C"),
+        )
 
     # ------------------------------------------------------------------ downloads
 
@@ -374,6 +392,16 @@ def check_same(before: str, now: str) -> None:
     """
     if before.strip('"') != now.strip('"'):
         raise CorruptCheckpointError(f"the object changed while it was read (ETag {now}, was {before})")
+
+
+def _age_s(reply: dict[str, Any]) -> float | None:
+    """Seconds between an object's Last-Modified and the reply's Date, both by the store's clock."""
+    written = reply.get("LastModified")
+    date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    try:
+        return None if written is None else float((parsedate_to_datetime(date) - written).total_seconds())
+    except (TypeError, ValueError):  # no date, or one without a zone
+        return None
 
 
 def _md5(views: Sequence[memoryview]) -> str:

@@ -72,6 +72,17 @@ _PASSING: Final = frozenset(
         "XAmzContentChecksumMismatch",
     ]
 )
+_THROTTLED: Final = frozenset(
+    [
+        "BandwidthLimitExceeded",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    ]
+)
 _FORM: Final = frozenset(
     {"InvalidArgument", "InvalidHeader", "InvalidRequest", "MissingContentMD5", "NotImplemented", "UnsupportedHeader"}
 )
@@ -230,6 +241,11 @@ def is_missing(error: BaseException) -> bool:
 def is_precondition_failed(error: BaseException) -> bool:
     """Whether a conditional request was refused because its condition did not hold."""
     return isinstance(error, StorageError) and error.status == 412
+
+
+def is_throttled(error: BaseException) -> bool:
+    """Whether the store refused a request for want of capacity, and so did nothing of it."""
+    return isinstance(error, StorageError) and (error.status == 429 or error.code in _THROTTLED)
 
 
 def is_expired(error: BaseException) -> TypeGuard[StorageError]:
