@@ -1,7 +1,8 @@
 """The HTTP session under aiobotocore: request bodies sent from views, response bodies received into views.
 
-The views do not travel through botocore's parameters (which would copy or hash them) but beside them, in context
-variables of the task that makes the request; botocore signs, addresses and parses as ever.
+The views do not travel through botocore's parameters (which would copy or hash them) but beside them, in a context
+variable of the task that makes the request; botocore signs, addresses and parses as ever. A request that botocore makes by
+itself meanwhile inherits the variable, so what is in it says which request it is for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import ssl
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
@@ -19,16 +20,48 @@ from botocore.httpsession import get_cert_path
 from dcp_s3._transfer.payload import Progress, ViewsPayload
 from dcp_s3._transfer.pool import PlainPool, TlsPool
 from dcp_s3._transfer.receive import Reply, fault_of, header_items
+from dcp_s3.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcp_s3._transfer.receive import Sink
 
-BODY: ContextVar[tuple[Sequence[memoryview], Progress] | None] = ContextVar("dcp_s3_body", default=None)
-"""Views that are the body of the request made in this context."""
-SINK: ContextVar[Sink | None] = ContextVar("dcp_s3_sink", default=None)
-"""Takes the body of the reply to the GET made in this context."""
+
+class Given:
+    """What one request is given beside botocore's parameters.
+
+    Args:
+        key: Object key of the request.
+        body: Views that a PUT of this object sends, and who is told of them.
+        sink: Takes the body of the reply to a GET of this object.
+    """
+
+    def __init__(self, key: str, body: tuple[Sequence[memoryview], Progress] | None, sink: Sink | None) -> None:
+        self._path = f"/{key}"
+        self._body = body
+        self._sink = sink
+        self._taken = False
+
+    def take(self, request: Any) -> tuple[tuple[Sequence[memoryview], Progress] | None, Sink | None]:  # noqa: ANN401
+        """Body and sink if this is the request they are for, else none: botocore makes requests of its own, too."""
+        method = "PUT" if self._body is not None else "GET"
+        if request.method != method or not unquote(urlsplit(request.url).path).endswith(self._path):
+            return None, None
+        self._taken = True
+        return self._body, self._sink
+
+    def check_taken(self) -> None:
+        """Raise if the request has ended without what it was given.
+
+        Raises:
+            StorageError: Its body was not sent, or the reply's body not received.
+        """
+        if not self._taken and (self._body is not None or self._sink is not None):
+            raise StorageError("the SDK addressed the request otherwise than it was asked to; its body was left out")
+
+
+GIVEN: ContextVar[Given | None] = ContextVar("dcp_s3_given", default=None)
 
 
 class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's session is untyped
@@ -54,7 +87,8 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
 
     async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
         """Send a signed request."""
-        body, sink = BODY.get(), SINK.get()
+        given = GIVEN.get()
+        body, sink = (None, None) if given is None else given.take(request)
         direct = self._proxy_config.proxy_url_for(request.url) is None
         if body is not None:
             if direct and request.method == "PUT" and request.url.startswith("http://"):

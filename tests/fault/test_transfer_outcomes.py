@@ -142,3 +142,19 @@ def test_an_abort_behind_a_complete_that_was_throttled(plain_s3: FaultServer, pl
         plain_transfer.send(BODY, part_bytes=PART)
     assert len(plain_s3.requests("AbortMultipartUpload")) == 1
     assert plain_s3.uploads() == {}
+
+
+@pytest.mark.parametrize("plane", ["data", "control"])
+def test_a_retry_after_longer_than_the_stall_limit(
+    plain_s3: FaultServer, transfer_to: Callable[..., Transfer], plane: str
+):
+    """A store that asks for five minutes once is asked again before the stall limit gives the save up."""
+    transfer = transfer_to(plain_s3, stall_limit_s=1.0)
+    if plane == "data":
+        plain_s3.on("UploadPart", error(503, "SlowDown", retry_after=300), part=1, nth=1)
+        assert transfer.send(BODY, part_bytes=PART).size == len(BODY)
+    else:
+        plain_s3.put(KEY, BODY)
+        plain_s3.on("GetObject", error(503, "SlowDown", retry_after=300), nth=1)
+        assert transfer.store.get(KEY).body == BODY
+    assert transfer.job.counter.retries == 1
