@@ -1,9 +1,10 @@
-"""The S3 clients of a config, for both planes: made alike, one per endpoint, made anew when their credentials expire."""
+"""The S3 clients of both planes: made alike, one per endpoint, made anew when their credentials expire, closed when idle."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import ssl
@@ -16,20 +17,51 @@ from urllib.parse import urlsplit
 import aiobotocore.session
 import boto3
 import botocore
+import botocore.loaders
+import botocore.session
 from aiobotocore.config import AioConfig
 from botocore.config import Config as BotoConfig
-from botocore.exceptions import NoCredentialsError
+from botocore.exceptions import NoCredentialsError, ProfileNotFound
 
+from dcp_s3._transfer.portal import on_fork
 from dcp_s3._transfer.session import ViewSession
+from dcp_s3.config import S3Config
 from dcp_s3.errors import ConfigError, DcpS3Error, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from dcp_s3.config import S3Config
+    from collections.abc import Iterator
 
 DEFAULT_REGION: Final = "us-east-1"
 _AGENT: Final = "dcp-s3"
 _AVOID_S: Final = 30.0
 """So long an endpoint that could not be reached is passed over, as long as another one is left."""
+KEPT_IDLE: Final = 2
+"""So many places' clients stay open while no request uses them: a job loads from one and saves to another."""
+_CLOSE_S: Final = 2.0
+_CONNECTION: Final = (
+    "endpoint_url",
+    "region",
+    "profile",
+    "access_key_id",
+    "secret_access_key",
+    "session_token",
+    "unsigned",
+    "addressing_style",
+    "verify_tls",
+    "max_concurrency",
+    "connect_timeout_s",
+    "read_timeout_s",
+    "checksum",
+)
+
+
+def connection_of(config: S3Config) -> S3Config:
+    """What clients depend on, and what is learnt of a store: a config of these fields alone, with the environment's endpoint.
+
+    Configs that differ in nothing else (metadata, tags, limits of a save) share their clients.
+    """
+    resolved = config.resolved()
+    return S3Config(**{name: getattr(resolved, name) for name in _CONNECTION})
 
 
 class _HidesTokens(logging.Filter):
@@ -84,6 +116,47 @@ def client_options(config: S3Config, endpoint: str | None, region: str) -> dict[
             "aws_session_token": config.session_token,
         }
     return options
+
+
+@functools.lru_cache(maxsize=1)
+def _loader(data_path: str | None) -> Any:  # noqa: ANN401 -- botocore is untyped
+    """The SDK's descriptions of services, read once for all sessions: S3's takes 13 MiB and 0.2 s."""
+    return botocore.loaders.create_loader(data_path)
+
+
+@contextlib.contextmanager
+def _profile_named(config: S3Config) -> Iterator[None]:
+    """Say of a profile that is not there who asked for it, and where it was looked for."""
+    try:
+        yield
+    except ProfileNotFound as error:
+        bare = botocore.session.Session()
+        files = " or ".join(
+            str(Path(bare.get_config_variable(name)).expanduser()) for name in ("config_file", "credentials_file")
+        )
+        name = error.kwargs["profile"]
+        source = "S3Config(profile=…)" if config.profile == name else "AWS_PROFILE (or AWS_DEFAULT_PROFILE)"
+        raise ConfigError(
+            f"there is no profile {name!r}, which {source} names, in {files}; correct the name, or add the profile there"
+        ) from error
+
+
+def _share_descriptions(session: Any) -> None:  # noqa: ANN401 -- a botocore session
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+
+
+def _boto3_session(config: S3Config) -> boto3.session.Session:
+    with _profile_named(config):
+        below = botocore.session.Session(profile=config.profile)
+        _share_descriptions(below)
+        return boto3.session.Session(botocore_session=below)
+
+
+def _aio_session(config: S3Config) -> Any:  # noqa: ANN401 -- aiobotocore is untyped
+    with _profile_named(config):
+        session = aiobotocore.session.AioSession(profile=config.profile)
+        _share_descriptions(session)
+        return session
 
 
 def is_aws(endpoint: str) -> bool:
@@ -165,14 +238,20 @@ class ControlClients:
         _hide_tokens()
         self._config = config
         resolved = config.resolved()
-        self._session = session if session is not None else boto3.session.Session(profile_name=resolved.profile)
-        if _has_chain(config) and self._session.get_credentials() is None:
+        self._session = session if session is not None else _boto3_session(resolved)
+        self._credentials = self._look_up(self._session) if _has_chain(config) else None
+        if _has_chain(config) and self._credentials is None:
             raise NoCredentialsError
         _check_ca_bundle(_ca_bundle(config, self._session._session))  # noqa: SLF001 -- boto3 hides its botocore session
         region = resolved.region or self._session.region_name or DEFAULT_REGION
         endpoints: tuple[str | None, ...] = resolved.endpoints or (None,)
         self._clients = [self._create(resolved, endpoint, region) for endpoint in endpoints]
         self.rotation = Rotation(len(endpoints))
+
+    def _look_up(self, session: boto3.session.Session) -> Any:  # noqa: ANN401 -- botocore's frozen credentials
+        with _profile_named(self._config):  # where the environment names it, only this look misses it
+            found = session.get_credentials()
+        return None if found is None else found.get_frozen_credentials()
 
     def _create(self, config: S3Config, endpoint: str | None, region: str) -> Any:  # noqa: ANN401 -- made at run time
         path_style = config.addressing_style == "auto" and endpoint is not None and not is_aws(endpoint)
@@ -190,11 +269,15 @@ class ControlClients:
         """Clients with the credentials that the chain gives now, ``None`` if those are the same as before."""
         if not _has_chain(self._config):
             return None
-        session = boto3.session.Session(profile_name=self._config.resolved().profile)
-        fresh, used = session.get_credentials(), self._session.get_credentials()
-        if fresh is None or used is None or fresh.get_frozen_credentials() == used.get_frozen_credentials():
-            return None
-        return ControlClients(self._config, session)
+        session = _boto3_session(self._config.resolved())
+        fresh = self._look_up(session)
+        # compared with those at the start, not of now: they may have refreshed themselves since the request was signed
+        return None if fresh is None or fresh == self._credentials else ControlClients(self._config, session)
+
+    def close(self) -> None:
+        """Close all connections that are idle; one in use is closed by its request."""
+        for client in self._clients:
+            client.close()
 
 
 class DataClients:
@@ -210,10 +293,26 @@ class DataClients:
         self._session: Any = None
         self._clients: list[Any] = []
         self._stack = contextlib.AsyncExitStack()
+        self._credentials: Any = None
+        self._users = 0
         self.rotation = Rotation(max(1, len(config.resolved().endpoints)))
 
     def __getitem__(self, index: int) -> Any:  # noqa: ANN401 -- aiobotocore makes its clients at run time
         return self._clients[index]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request uses them."""
+        return self._users > 0
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count as busy."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
 
     async def open(self, session: Any = None) -> DataClients:  # noqa: ANN401 -- aiobotocore is untyped
         """Look the credentials up, once, and make the clients.
@@ -225,9 +324,11 @@ class DataClients:
             NoCredentialsError: The chain has none yet. Nothing is kept of that: a later try looks again.
         """
         config = self._config.resolved()
-        self._session = session if session is not None else aiobotocore.session.AioSession(profile=config.profile)
-        if _has_chain(config) and await self._session.get_credentials() is None:
-            raise NoCredentialsError
+        self._session = session if session is not None else _aio_session(config)
+        if _has_chain(config):
+            self._credentials = await self._look_up(self._session)
+            if self._credentials is None:
+                raise NoCredentialsError
         await asyncio.to_thread(_check_ca_bundle, _ca_bundle(config, self._session))
         region = config.region or self._session.get_config_variable("region") or DEFAULT_REGION
         for endpoint in config.endpoints or (None,):
@@ -238,6 +339,11 @@ class DataClients:
             self._clients.append(client)
         return self
 
+    async def _look_up(self, session: Any) -> Any:  # noqa: ANN401 -- botocore's frozen credentials
+        with _profile_named(self._config):  # where the environment names it, only this look misses it
+            found = await session.get_credentials()
+        return None if found is None else await found.get_frozen_credentials()
+
     async def _connect(self, config: S3Config, endpoint: str | None, region: str, *, path_style: bool) -> Any:  # noqa: ANN401
         options = AioConfig(http_session_cls=ViewSession, **boto_options(config, path_style=path_style))
         made = self._session.create_client("s3", config=options, **client_options(config, endpoint, region))
@@ -247,13 +353,18 @@ class DataClients:
         """Clients with the credentials that the chain gives now, ``None`` if those are the same as before."""
         if not _has_chain(self._config):
             return None
-        session = aiobotocore.session.AioSession(profile=self._config.resolved().profile)
-        fresh, used = await session.get_credentials(), await self._session.get_credentials()
-        if fresh is None or used is None:
-            return None
-        if await fresh.get_frozen_credentials() == await used.get_frozen_credentials():
-            return None
-        return await DataClients(self._config).open(session)
+        session = _aio_session(self._config.resolved())
+        fresh = await self._look_up(session)
+        # compared with those at the start, not of now: they may have refreshed themselves since the request was signed
+        return None if fresh is None or fresh == self._credentials else await DataClients(self._config).opened(session)
+
+    async def opened(self, session: Any = None) -> DataClients:  # noqa: ANN401 -- aiobotocore is untyped
+        """:meth:`open`, and nothing left open if that fails."""
+        try:
+            return await self.open(session)
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Close all connections."""
@@ -261,8 +372,16 @@ class DataClients:
         await self._stack.aclose()
 
 
+_open: list[CurrentDataClients] = []
+"""Those with connections; touched by the loop thread alone."""
+on_fork(_open.clear)  # the parent's: never used here, and never closed, as their loop does not run here
+
+
 class CurrentDataClients:
     """The data clients that are in use, opened at the first request and replaced when their credentials have expired.
+
+    Whoever opens some closes those of other places that are idle, but for the ``KEPT_IDLE`` last used. What was closed is
+    opened again by the next request.
 
     Args:
         config: Endpoints, credentials and limits.
@@ -273,34 +392,65 @@ class CurrentDataClients:
         self._current: DataClients | None = None
         self._opened: list[DataClients] = []
         self._changing = asyncio.Lock()
+        self.used_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request uses them, or they are just being opened."""
+        return self._changing.locked() or any(clients.busy for clients in self._opened)
 
     async def get(self) -> DataClients:
         """The clients to use now."""
         if self._current is None:
             async with self._changing:
                 if self._current is None:
-                    made = DataClients(self._config)
+                    made = await DataClients(self._config).opened()
                     self._opened.append(made)
-                    self._current = await made.open()
+                    self._current = made
+                    _open.append(self)
+                    await self._close_others()
+        self.used_at = time.monotonic()
         return self._current
 
     async def renew(self, used: DataClients) -> bool:
         """Whether there are others than the ``used`` ones, with credentials that may not have expired.
 
-        The old ones are kept until :meth:`close`: other requests are still at work on them.
+        The old ones are kept while requests are at work on them, and closed at the next renewal or by :meth:`close`.
         """
         async with self._changing:
             if self._current is used:
                 fresh = await used.renewed()
                 if fresh is None:
                     return False
-                self._opened.append(fresh)
+                idle = [clients for clients in self._opened if clients is not used and not clients.busy]
+                self._opened = [clients for clients in self._opened if clients not in idle] + [fresh]
                 self._current = fresh
+                for clients in idle:
+                    await clients.close()
             return True
+
+    async def _close_others(self) -> None:
+        idle = sorted(
+            (other for other in _open if other is not self and not other.busy), key=lambda other: other.used_at
+        )
+        for other in idle[:-KEPT_IDLE]:
+            with contextlib.suppress(
+                Exception
+            ):  # a peer that does not let go of a connection is not this request's failure
+                async with asyncio.timeout(_CLOSE_S):
+                    await other.close()
 
     async def close(self) -> None:
         """Close all connections."""
         self._current = None
-        for clients in self._opened:
+        opened, self._opened = self._opened, []
+        if self in _open:
+            _open.remove(self)
+        for clients in opened:
             await clients.close()
-        self._opened.clear()
+
+
+async def close_data_clients() -> None:
+    """Close all connections of all data clients."""
+    while _open:
+        await _open[-1].close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import copy
 import functools
 import hashlib
 import logging
@@ -12,18 +13,19 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.budget import ByteBudget
 from dcp_s3._transfer.checksum import crc64nvme, header_value
-from dcp_s3._transfer.clients import CurrentDataClients
+from dcp_s3._transfer.clients import CurrentDataClients, close_data_clients, connection_of
 from dcp_s3._transfer.faults import is_expired, is_missing, is_refused_as_unknown, translate
 from dcp_s3._transfer.patience import Patience
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import ended, on_fork, portal
-from dcp_s3._transfer.receive import content_range
-from dcp_s3._transfer.session import BODY, SINK
+from dcp_s3._transfer.receive import Sink, content_range
+from dcp_s3._transfer.session import GIVEN, Given
 from dcp_s3._transfer.store import creation, encryption
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextvars import ContextVar
 
-    from dcp_s3._transfer.receive import Sink
+    from dcp_s3._transfer.clients import DataClients
     from dcp_s3._transfer.retry import Counter, Deadline
     from dcp_s3.config import S3Config
 
@@ -45,11 +47,21 @@ _CANCEL_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What HEAD says of a data object."""
+    """What HEAD says of a data object.
+
+    Attributes:
+        size: Bytes.
+        etag: Verbatim, with its quotes.
+        token: The token in its user metadata, ``None`` where there is none.
+        age_s: Seconds since it was written, by the store's clock; for an object of parts that may be since its Create.
+        crc32c: The store's checksum of it, where it was asked for.
+    """
 
     size: int
     etag: str
     token: str | None
+    age_s: float | None = None
+    crc32c: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +83,53 @@ class Job:
     rank: int | None = None
 
 
+@dataclass(slots=True)
+class _Learnt:
+    """What the store has shown of itself."""
+
+    sends_checksums: bool
+    sends_md5: bool = False
+
+
 class DataPlane:
-    """aiobotocore clients of one config in one process, with the limits that all its saves and loads share.
+    """aiobotocore clients in one process, with the limits that all saves and loads through them share.
 
     Args:
         config: Endpoint, credentials and limits.
+        budget: Bytes of copies; its own if not given.
     """
 
-    def __init__(self, config: S3Config) -> None:
+    def __init__(self, config: S3Config, budget: ByteBudget | None = None) -> None:
         self.config = config
-        self.budget = ByteBudget(config.memory_bytes)
-        self.sends_checksums = config.checksum != "none"
-        self.sends_md5 = False
+        self.budget = ByteBudget(config.memory_bytes) if budget is None else budget
+        self._learnt = _Learnt(sends_checksums=config.checksum != "none")
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._clients = CurrentDataClients(config)
+        self._clients = CurrentDataClients(connection_of(config))
+
+    def for_config(self, config: S3Config, budget: ByteBudget) -> DataPlane:
+        """The same plane for a config that differs in nothing that its clients depend on."""
+        other = copy.copy(self)
+        other.config = config
+        other.budget = budget
+        return other
+
+    @property
+    def sends_checksums(self) -> bool:
+        """Whether bodies go with a checksum header."""
+        return self._learnt.sends_checksums
+
+    @sends_checksums.setter
+    def sends_checksums(self, value: bool) -> None:
+        self._learnt.sends_checksums = value
+
+    @property
+    def sends_md5(self) -> bool:
+        """Whether bodies go with Content-MD5."""
+        return self._learnt.sends_md5
+
+    @sends_md5.setter
+    def sends_md5(self, value: bool) -> None:
+        self._learnt.sends_md5 = value
 
     async def close(self) -> None:
         """Close all connections."""
@@ -119,31 +164,47 @@ class DataPlane:
                 endpoint = clients.rotation.take()
                 try:
                     progress = Progress(job.progress)
-                    body = None if views is None else (views, progress)
                     if sink is not None:
                         sink.progress = progress
                     nbytes = sum(map(len, views or ())) + (sink.length if sink else 0)
-                    with _set(BODY, body), _set(SINK, sink):
-                        call = getattr(clients[endpoint], method)(Bucket=job.bucket, Key=key, **params)
-                        request = asyncio.ensure_future(call)
-                    reply: dict[str, Any] = await self._watched(request, progress, nbytes, job)
+                    given = Given(key, None if views is None else (views, progress), sink)
+                    with clients.in_use():
+                        with _set(GIVEN, given):
+                            call = getattr(clients[endpoint], method)(Bucket=job.bucket, Key=key, **params)
+                            request = asyncio.ensure_future(call)
+                        reply: dict[str, Any] = await self._watched(request, progress, nbytes, job)
+                    given.check_taken()
                     if check is not None:
                         check(reply)
                 except Exception as error:
                     made = translate(error, operation=operation, bucket=job.bucket, key=key, part=part)
                     clients.rotation.note(endpoint, made)
-                    if is_expired(made) and await self._clients.renew(clients):
+                    if is_expired(made) and await self._renewed(clients, job):
                         retry.mark(made, tries=2)  # once more, with other credentials
                     raise made from error
                 return reply
 
         try:
-            if once:
-                return await attempt()
-            return await retry.acall(attempt, self.config.retry, deadline=job.deadline, counter=job.counter)
+            return await retry.acall(
+                attempt,
+                self.config.retry,
+                deadline=job.deadline,
+                counter=job.counter,
+                longest_s=self.config.stall_limit_s / 2,
+                once=once,
+            )
         except DcpS3Error as error:
             error.with_context(rank=job.rank, operation=operation, bucket=job.bucket, key=key, part=part)
             raise
+
+    async def _renewed(self, used: DataClients, job: Job) -> bool:
+        """Whether other credentials are there now. Whoever gives them may fail, or hang: then there are none."""
+        try:
+            async with asyncio.timeout(job.deadline.remaining()):
+                return await self._clients.renew(used)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the store's refusal is what the caller must hear
+            _log.warning("no new credentials for those that the store refused: %s: %s", type(error).__name__, error)
+            return False
 
     async def _watched(self, request: asyncio.Future[T], progress: Progress, nbytes: int, job: Job) -> T:
         """Wait for a request, and give it up when nothing moves for ``read_timeout_s``, or when it drips.
@@ -290,7 +351,7 @@ class DataPlane:
         return True
 
     async def complete_upload(self, job: Job, key: str, upload_id: str, entries: list[dict[str, Any]]) -> None:
-        """Send CompleteMultipartUpload exactly once.
+        """Send CompleteMultipartUpload once; again only where it was refused for expired credentials, and so not done.
 
         Raises:
             StorageError: Anything but a parsed result; what it means is settled by the caller, by HEAD.
@@ -313,16 +374,36 @@ class DataPlane:
             if error.status != 404:
                 raise
 
-    async def head_object(self, job: Job, key: str) -> Head | None:
-        """Size, ETag and token of a data object, ``None`` if it is not there."""
+    async def head_object(self, job: Job, key: str, *, checksum: bool = False) -> Head | None:
+        """Size, ETag and token of a data object, ``None`` if it is not there; with its checksum on request."""
+        params = encryption(self.config, write=False) | ({"ChecksumMode": "ENABLED"} if checksum else {})
         try:
-            reply = await self._call(job, "HeadObject", "head_object", key, encryption(self.config, write=False))
+            reply = await self._call(job, "HeadObject", "head_object", key, params)
         except StorageError as error:
             if is_missing(error):
                 return None
             raise
         metadata = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}
-        return Head(int(reply.get("ContentLength") or 0), str(reply.get("ETag", "")), metadata.get(TOKEN_FIELD))
+        size = reply.get("ContentLength")  # absent is not zero: some gateways leave it out of the reply to a HEAD
+        return Head(
+            await self._size(job, key) if size is None else int(size),
+            str(reply.get("ETag", "")),
+            metadata.get(TOKEN_FIELD),
+            _age_s(reply),
+            reply.get("ChecksumCRC32C"),
+        )
+
+    async def _size(self, job: Job, key: str) -> int:
+        """Size of an object by the reply to a GET of its first byte."""
+        params = {"Range": "bytes=0-0"} | encryption(self.config, write=False)
+        try:
+            reply = await self._call(job, "GetObject", "get_object", key, params, sink=Sink([1], job.progress))
+        except StorageError as error:
+            if error.status == 416:
+                return 0
+            raise
+        ranged = content_range(str(reply.get("ContentRange") or ""))
+        return 1 if ranged is None or ranged[2] is None else ranged[2]
 
     # ------------------------------------------------------------------ downloads
 
@@ -377,6 +458,16 @@ def check_same(before: str, now: str) -> None:
         raise CorruptCheckpointError(f"the object changed while it was read (ETag {now}, was {before})")
 
 
+def _age_s(reply: dict[str, Any]) -> float | None:
+    """Seconds between an object's Last-Modified and the reply's Date, both by the store's clock."""
+    written = reply.get("LastModified")
+    date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    try:
+        return None if written is None else float((parsedate_to_datetime(date) - written).total_seconds())
+    except (TypeError, ValueError):  # no date, or one without a zone
+        return None
+
+
 def _md5(views: Sequence[memoryview]) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     for view in views:
@@ -393,8 +484,13 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+_KEPT_PLANES: Final = 16
+"""Planes are small: their clients are closed when they are idle."""
 _lock = threading.Lock()
 _planes: dict[S3Config, DataPlane] = {}
+"""By what clients depend on; the last used ones come last."""
+_budgets: dict[int, ByteBudget] = {}
+"""By ``memory_bytes``: a bound for the process, whatever else its configs say."""
 
 
 _inherited: list[dict[S3Config, DataPlane]] = []
@@ -402,20 +498,24 @@ _inherited: list[dict[S3Config, DataPlane]] = []
 
 
 def _forget() -> None:
-    global _lock, _planes  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
+    global _lock, _planes, _budgets  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
     _lock = threading.Lock()
     _inherited.append(_planes)
-    _planes = {}
+    _planes, _budgets = {}, {}
 
 
 on_fork(_forget)
 
 
 def data_plane(config: S3Config) -> DataPlane:
-    """The process's data plane for a config; made at first use, closed at exit."""
+    """The process's data plane for a config, shared with all configs that need the same clients; closed at exit."""
+    place = connection_of(config)
     with _lock:
-        plane = _planes.get(config)
-        if plane is None:
-            plane = _planes[config] = DataPlane(config)
-            portal().on_close(plane.close)
-        return plane
+        if not _planes:
+            portal().on_close(close_data_clients)
+        budget = _budgets.setdefault(config.memory_bytes, ByteBudget(config.memory_bytes))
+        plane = _planes.pop(place, None) or DataPlane(config, budget)
+        _planes[place] = plane
+        while len(_planes) > _KEPT_PLANES:
+            del _planes[next(iter(_planes))]
+        return plane.for_config(config, budget)

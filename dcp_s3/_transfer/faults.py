@@ -72,19 +72,34 @@ _PASSING: Final = frozenset(
         "XAmzContentChecksumMismatch",
     ]
 )
+_THROTTLED: Final = frozenset(
+    [
+        "BandwidthLimitExceeded",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    ]
+)
 _FORM: Final = frozenset(
     {"InvalidArgument", "InvalidHeader", "InvalidRequest", "MissingContentMD5", "NotImplemented", "UnsupportedHeader"}
 )
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _CLOCK: Final = "RequestTimeTooSkewed"
-_EXPIRED: Final = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+_EXPIRED: Final = frozenset(["ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"])
+_OUTDATED: Final = frozenset(
+    ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "UnrecognizedClientException"]
+)
+"""What stores say of keys and tokens that were deleted when their time had come; or of such as were never right."""
 _CREDENTIAL_TRIES: Final = 4
 _MISTAKES: Final = (ImportError, MemoryError, NameError)
 """A mistake in a program, or memory that is full: no network is to blame, and no further try helps."""
 _LONGEST_RETRY_AFTER_S: Final = 300.0
 _ADVICE: Final = {
     "AccessDenied": "check the policy of these credentials for this bucket and prefix",
-    "ExpiredToken": "the session token has expired; use credentials that refresh, or new ones",
+    **dict.fromkeys(_EXPIRED, "the session token has expired; use credentials that refresh, or new ones"),
     "InvalidAccessKeyId": "the store does not know this access key; check the key and the endpoint",
     "NoSuchBucket": "create the bucket, or correct the URL",
     "NoSuchUpload": "the multipart upload is gone: aborted by somebody, or by a lifecycle rule",
@@ -232,11 +247,18 @@ def is_precondition_failed(error: BaseException) -> bool:
     return isinstance(error, StorageError) and error.status == 412
 
 
+def is_throttled(error: BaseException) -> bool:
+    """Whether the store refused a request for want of capacity, and so did nothing of it."""
+    return isinstance(error, StorageError) and (error.status == 429 or error.code in _THROTTLED)
+
+
 def is_expired(error: BaseException) -> TypeGuard[StorageError]:
-    """Whether the store said, or to a HEAD could only hint, that the credentials have expired: there may be others."""
+    """Whether the store said, or to a HEAD could only hint, that the credentials are no longer good: there may be others."""
     if not isinstance(error, StorageError):
         return False
-    return error.code in _EXPIRED or (error.operation == "HeadObject" and error.status == 400)
+    if error.operation == "HeadObject" and error.status in (400, 401, 403):
+        return error.code in (str(error.status), *_EXPIRED, *_OUTDATED)
+    return error.code in _EXPIRED or error.code in _OUTDATED
 
 
 def is_refused_as_unknown(error: BaseException) -> bool:

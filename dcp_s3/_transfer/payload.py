@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+import termios
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import payload
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from aiohttp.abc import AbstractStreamWriter
@@ -15,6 +19,14 @@ if TYPE_CHECKING:
 SLICE_BYTES: Final = 256 << 10
 """Bytes handed to the transport between two waits for it to drain: asyncio then never buffers more than one slice.
 Measured: 256 KiB to 1 MiB make no difference, less costs CPU; a whole part would be copied into asyncio's buffer."""
+
+
+def unacknowledged(connected: socket.socket) -> int:
+    """Bytes that a socket has taken and its peer has not acknowledged; 0 for a closed one."""
+    try:
+        return int.from_bytes(fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):
+        return 0
 
 
 class Progress:
@@ -93,6 +105,11 @@ class ViewsPayload(payload.Payload):
         """
         if self._transport is not None:
             self._transport.abort()
+
+    def queued(self) -> int:
+        """Bytes that the kernel has taken and the peer has not acknowledged."""
+        connected = None if self._transport is None else self._transport.get_extra_info("socket")
+        return 0 if connected is None else unacknowledged(connected)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ViewsPayload:
         return self

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import socket
 import struct
-import sys
-import termios
 import time
 from typing import TYPE_CHECKING, Final
 
+from dcp_s3._transfer.payload import unacknowledged
 from dcp_s3._transfer.portal import ended
 from dcp_s3._transfer.receive import Connection
 
@@ -190,17 +188,10 @@ class PlainConnection(Connection):
         queued = 0
         while not waiter.done():
             await asyncio.wait({waiter}, timeout=_CALL_S)
-            before, queued = queued, self._queued()
+            before, queued = queued, unacknowledged(self._socket)
             if queued < before:
                 progress.advance(0)
         return waiter.result()
-
-    def _queued(self) -> int:
-        """Bytes that the socket took and the peer has not acknowledged."""
-        try:
-            return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        except (OSError, ValueError):  # closed
-            return 0
 
     def _sending_ended(self, sending: asyncio.Future[None]) -> None:
         """Whatever ends the sending early ends the request: at once, but for a reply that is on its way."""

@@ -58,7 +58,8 @@ on_fork(_forget)
 
 
 def _place(store: ControlStore) -> tuple[object, ...]:
-    return (store.config.resolved().endpoint_url, store.config.access_key_id, store.bucket)
+    """What the answer depends on: not the credentials, which may be new ones for each save."""
+    return (store.config.resolved().endpoint_url, store.bucket)
 
 
 def conditions_of(store: ControlStore, key: str) -> Conditions:
@@ -82,7 +83,7 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
             _log.info(
                 "conditional PUTs at %s/%s: create=%s replace=%s",
                 place[0] or "AWS",
-                *place[2:],
+                store.bucket,
                 known.create,
                 known.replace,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -86,14 +87,16 @@ def mark(error: StorageError, *, tries: int, retry_after_s: float = 0.0) -> Stor
     return error
 
 
-def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | None) -> dict[str, Any]:
+def _options(
+    policy: RetryPolicy, deadline: Deadline | None, counter: Counter | None, longest_s: float, *, once: bool
+) -> dict[str, Any]:
     backoff = tenacity.wait_random_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
     limited = 0
 
     def wait(state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
         asked = float(error.__dict__.get("retry_after_s", 0.0)) if error else 0.0
-        return max(backoff(state), asked)
+        return min(max(backoff(state), asked), longest_s)
 
     def repeat(state: tenacity.RetryCallState) -> bool:
         nonlocal limited
@@ -101,10 +104,13 @@ def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | 
         if not isinstance(error, StorageError):
             return False
         tries = int(error.__dict__.get("tries", NEVER))
+        if once and tries == AS_POLICY:
+            return False  # it may have been done
         limited += tries < AS_POLICY
         if tries == AS_POLICY or limited < tries:
             return True
-        error.with_context(attempts=state.attempt_number)
+        if not once:
+            error.with_context(attempts=state.attempt_number)
         return False
 
     def stop(state: tenacity.RetryCallState) -> bool:
@@ -122,7 +128,8 @@ def _options(policy: RetryPolicy, deadline: Deadline | None, counter: Counter | 
         assert state.outcome is not None  # noqa: S101 -- tenacity calls this behind an attempt
         error = state.outcome.exception()
         assert isinstance(error, DcpS3Error)  # noqa: S101 -- nothing else is repeated
-        error.with_context(attempts=state.attempt_number)
+        if not once:
+            error.with_context(attempts=state.attempt_number)
         if deadline is not None and deadline.remaining() <= state.upcoming_sleep:
             late = deadline.error(f"repeating a failing request ({error.message})")
             copy_context(error, late)
@@ -154,15 +161,29 @@ def copy_context(source: DcpS3Error, target: DcpS3Error) -> DcpS3Error:
 
 
 def call(
-    function: Callable[[], T], policy: RetryPolicy, *, deadline: Deadline | None = None, counter: Counter | None = None
+    function: Callable[[], T],
+    policy: RetryPolicy,
+    *,
+    deadline: Deadline | None = None,
+    counter: Counter | None = None,
+    longest_s: float = math.inf,
+    once: bool = False,
 ) -> T:
     """Call ``function`` until it returns, fails for good, or the policy or the deadline ends it.
 
+    Args:
+        function: What may fail.
+        policy: How often, and how soon.
+        deadline: No wait outlasts it.
+        counter: Counts the repetitions.
+        longest_s: Longest wait between two tries, seconds, whatever the policy or the store says.
+        once: Repeat only what was certainly not done, as the store refused its credentials: the failures with few ``tries``.
+
     Raises:
-        StorageError: The last failure, with ``attempts`` filled in.
+        StorageError: The last failure, with ``attempts`` filled in, unless ``once``: who settles it counts them.
         DeadlineExceededError: The next wait would have ended behind the deadline.
     """
-    return tenacity.Retrying(**_options(policy, deadline, counter))(function)
+    return tenacity.Retrying(**_options(policy, deadline, counter, longest_s, once=once))(function)
 
 
 async def acall(
@@ -171,9 +192,12 @@ async def acall(
     *,
     deadline: Deadline | None = None,
     counter: Counter | None = None,
+    longest_s: float = math.inf,
+    once: bool = False,
 ) -> T:
     """:func:`call` for coroutine functions: each attempt has ended, and its connection is closed, before the next."""
-    result: T = await tenacity.AsyncRetrying(**_options(policy, deadline, counter))(function)
+    options = _options(policy, deadline, counter, longest_s, once=once)
+    result: T = await tenacity.AsyncRetrying(**options)(function)
     return result
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.checksum import crc32c, header_value
-from dcp_s3._transfer.clients import ControlClients
+from dcp_s3._transfer.clients import KEPT_IDLE, ControlClients, connection_of
 from dcp_s3._transfer.faults import is_expired, is_missing, is_precondition_failed, is_refused_as_unknown, translate
 from dcp_s3._transfer.patience import Patience, call_within
 from dcp_s3._transfer.portal import on_fork
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from dcp_s3._transfer.retry import Counter, Deadline
     from dcp_s3.config import S3Config
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "ControlStore",
@@ -91,37 +94,76 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
 
 _LAST_CHARACTER: Final = "\U0010ffff"
 
-_making: dict[S3Config, threading.Lock] = {}
-"""One lock per config: credentials that are slow to come must not hold up what has others."""
-_clients: dict[S3Config, ControlClients] = {}
-_without_checksums: set[S3Config] = set()
-"""Configs whose store refused a checksum header and took Content-MD5."""
+
+class _Shared:
+    """What the control stores of one place share."""
+
+    def __init__(self, place: S3Config) -> None:
+        self._place = place
+        self._making = (
+            threading.Lock()
+        )  # one per place: credentials that are slow to come must not hold up what has others
+        self.clients: ControlClients | None = None
+        self.users = 0
+        self.without_checksums = False
+        """The store refused a checksum header and took Content-MD5."""
+
+    def get(self) -> ControlClients:
+        """The clients to use now; made at the first call."""
+        with self._making:
+            if self.clients is None:
+                self.clients = ControlClients(self._place)
+            return self.clients
+
+    def renew(self, used: ControlClients) -> bool:
+        """Whether there are others than the ``used`` ones, with credentials that may not have expired."""
+        with self._making:
+            if self.clients is used:
+                fresh = used.renewed()
+                if fresh is None:
+                    return False
+                self.clients = fresh
+            return True
+
+    def close(self) -> None:
+        """Close what is idle."""
+        if self.clients is not None:
+            self.clients.close()
+
+
+_lock = threading.Lock()
+_shared: dict[S3Config, _Shared] = {}
+"""By what clients depend on; the last used ones come last."""
 
 
 def _forget() -> None:
-    _making.clear()  # a lock held during the fork would stay held in the child
-    _clients.clear()
+    global _lock  # noqa: PLW0603 -- a lock held during the fork would stay held in the child
+    _lock = threading.Lock()
+    _shared.clear()
 
 
 on_fork(_forget)
 
 
-def _clients_for(config: S3Config) -> ControlClients:
-    with _making.setdefault(config, threading.Lock()):
-        if config not in _clients:
-            _clients[config] = ControlClients(config)
-        return _clients[config]
-
-
-def _renew(config: S3Config, used: ControlClients) -> bool:
-    """Whether there are other clients than the ``used`` ones, with credentials that may not have expired."""
-    with _making.setdefault(config, threading.Lock()):
-        if _clients.get(config) is used:
-            fresh = used.renewed()
-            if fresh is None:
-                return False
-            _clients[config] = fresh
-        return True
+@contextlib.contextmanager
+def _shared_for(place: S3Config) -> Iterator[_Shared]:
+    """What the stores of a place share, for one request. Whoever adds a place closes idle ones, but for the last used."""
+    closing: list[_Shared] = []
+    with _lock:
+        shared = _shared.pop(place, None)
+        if shared is None:
+            idle = [key for key, other in _shared.items() if not other.users]
+            closing = [_shared.pop(key) for key in idle[:-KEPT_IDLE]]
+            shared = _Shared(place)
+        _shared[place] = shared
+        shared.users += 1
+    try:
+        for other in closing:
+            other.close()
+        yield shared
+    finally:
+        with _lock:
+            shared.users -= 1
 
 
 class ControlStore:
@@ -149,6 +191,7 @@ class ControlStore:
         self._deadline = deadline
         self._rank = rank
         self._counter = counter
+        self._place = connection_of(config)
         self._server_time: dt.datetime | None = None
 
     def _call(
@@ -157,39 +200,58 @@ class ControlStore:
         def attempt() -> dict[str, Any]:
             if self._deadline is not None:
                 self._deadline.check(f"sending {operation}")
-            patience = self._patience()
-            try:
-                clients = _clients.get(self.config) or call_within(patience, lambda: _clients_for(self.config))
-            except Exception as error:
-                raise translate(error, operation=operation, bucket=self.bucket, key=key) from error
-            endpoint = clients.rotation.take()
-            patience.allow(len(params.get("Body", b"")))
-
-            def send() -> dict[str, Any]:
-                reply: dict[str, Any] = getattr(clients[endpoint], method)(Bucket=self.bucket, **params)
-                if "Body" in reply:
-                    patience.allow(int(reply.get("ContentLength") or 0))
-                    reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
-                return reply
-
-            try:
-                reply = call_within(patience, send)
-            except Exception as error:
-                made = translate(error, operation=operation, bucket=self.bucket, key=key)
-                clients.rotation.note(endpoint, made)
-                if is_expired(made) and _renew(self.config, clients):
-                    retry.mark(made, tries=2)  # once more, with other credentials
-                raise made from error
-            self._note_time(reply)
-            return reply
+            with _shared_for(self._place) as shared:
+                return self._attempt(shared, operation, method, key, params)
 
         try:
-            if once:
-                return attempt()
-            return retry.call(attempt, self.config.retry, deadline=self._deadline, counter=self._counter)
+            return retry.call(
+                attempt,
+                self.config.retry,
+                deadline=self._deadline,
+                counter=self._counter,
+                longest_s=self.config.stall_limit_s / 2,
+                once=once,
+            )
         except DcpS3Error as error:
             error.with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
             raise
+
+    def _attempt(
+        self, shared: _Shared, operation: str, method: str, key: str | None, params: dict[str, Any]
+    ) -> dict[str, Any]:
+        patience = self._patience()
+        try:
+            clients = shared.clients or call_within(patience, shared.get)
+        except Exception as error:
+            raise translate(error, operation=operation, bucket=self.bucket, key=key) from error
+        endpoint = clients.rotation.take()
+        patience.allow(len(params.get("Body", b"")))
+
+        def send() -> dict[str, Any]:
+            reply: dict[str, Any] = getattr(clients[endpoint], method)(Bucket=self.bucket, **params)
+            if "Body" in reply:
+                patience.allow(int(reply.get("ContentLength") or 0))
+                reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
+            return reply
+
+        try:
+            reply = call_within(patience, send)
+        except Exception as error:
+            made = translate(error, operation=operation, bucket=self.bucket, key=key)
+            clients.rotation.note(endpoint, made)
+            if is_expired(made) and self._renewed(shared, clients):
+                retry.mark(made, tries=2)  # once more, with other credentials
+            raise made from error
+        self._note_time(reply)
+        return reply
+
+    def _renewed(self, shared: _Shared, used: ControlClients) -> bool:
+        """Whether other credentials are there now. Whoever gives them may fail, or hang: then there are none."""
+        try:
+            return call_within(self._patience(), lambda: shared.renew(used))
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the store's refusal is what the caller must hear
+            _log.warning("no new credentials for those that the store refused: %s: %s", type(error).__name__, error)
+            return False
 
     @contextlib.contextmanager
     def waiting_for(self, lock: threading.Lock, doing: str) -> Iterator[None]:
@@ -238,9 +300,16 @@ class ControlStore:
         Raises:
             StorageError: It is missing (``is_missing``), or another failure.
         """
-        return _info(
-            key, self._call("HeadObject", "head_object", key, {"Key": key} | encryption(self.config, write=False))
-        )
+        reply = self._call("HeadObject", "head_object", key, {"Key": key} | encryption(self.config, write=False))
+        info = _info(key, reply)
+        if "ContentLength" in reply:
+            return info
+        try:  # absent is not zero: some gateways leave it out of the reply to a HEAD
+            return replace(info, size=self.get(key, byte_range=(0, 1)).info.size)
+        except StorageError as error:
+            if error.status != 416:
+                raise
+            return info
 
     def put(
         self,
@@ -262,7 +331,7 @@ class ControlStore:
             metadata: User metadata besides the configured.
             if_match: Replace only the object with this ETag.
             if_none_match: Create only if there is none.
-            retry: Repeat passing failures; ``False`` sends exactly one request.
+            retry: Repeat passing failures; ``False`` repeats only what was refused for expired credentials, and so not done.
 
         Returns:
             The ETag.
@@ -276,7 +345,9 @@ class ControlStore:
             params["IfMatch"] = if_match
         if if_none_match:
             params["IfNoneMatch"] = "*"
-        if self.config in _without_checksums:
+        with _shared_for(self._place) as shared:
+            without_checksums = shared.without_checksums
+        if without_checksums:
             params["ContentMD5"] = _md5(body)
         elif self.config.checksum != "none":
             params["ChecksumCRC32C"] = header_value(crc32c(body))
@@ -289,7 +360,8 @@ class ControlStore:
             params.pop("ChecksumCRC32C", None)
             params["ContentMD5"] = _md5(body)
             reply = self._call("PutObject", "put_object", key, params, once=not retry)
-            _without_checksums.add(self.config)
+            with _shared_for(self._place) as shared:
+                shared.without_checksums = True
         return str(reply.get("ETag", ""))
 
     def delete(self, key: str) -> None:

@@ -6,13 +6,16 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import logging
+import re
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from dcp_s3._transfer.checksum import combine, crc32c
+from dcp_s3._transfer.checksum import combine, crc32c, header_value
+from dcp_s3._transfer.faults import is_throttled
 from dcp_s3._transfer.plan import MAX_PARTS
 from dcp_s3._transfer.portal import Work, portal
 from dcp_s3._transfer.retry import Counter, Deadline, backoff_s
@@ -21,7 +24,7 @@ from dcp_s3.errors import AccessDeniedError, DcpS3Error, DeadlineExceededError, 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from dcp_s3._transfer.dataplane import DataPlane, Job
+    from dcp_s3._transfer.dataplane import DataPlane, Head, Job
     from dcp_s3._transfer.pace import Pace
 
 _log = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ _ABORT_S: Final = 30.0
 """Longest time for the abort of a failed upload, seconds; what it could not abort is left to ``gc``."""
 _LATE_ABORT_S: Final = 5.0
 """The same when the save's deadline has passed or is near: the other ranks wait to hear of the failure."""
+_CLOCK_STEP_S: Final = 2.0
+"""Last-Modified and Date are whole seconds each: by so much an object may seem older than it is."""
 _SETTLE_S: Final = 0.5
 """Behind the deadline, how long the requests that end with it are waited for: their errors say more."""
 
@@ -105,8 +110,9 @@ class ObjectUpload:
         self._pending: set[Work[Any]] = set()
         self._failure: BaseException | None = None
         self._created: Work[tuple[str, bool]] | None = None
-        self._unclear = False
+        self._undecided = False
         self._aborted = False
+        self._started = time.monotonic()
         self._changed = threading.Condition()
 
     # ------------------------------------------------------------------ caller's thread
@@ -209,8 +215,8 @@ class ObjectUpload:
                 self._changed.wait(0.2)
         self._part = _Part()
         self.give_back(self._unsent)
-        if self._created is None or self._unclear:
-            return  # an Abort must not overtake a Complete that may still be at work
+        if self._created is None or self._undecided:
+            return  # an Abort must not overtake a Complete that may still be at work; what it leaves is for gc
         aborting = portal().submit(self._abort(self._created, limit))
         try:
             aborting.result(max(0.1, end - time.monotonic()))
@@ -315,9 +321,11 @@ class ObjectUpload:
         """Write the object in one request, and look whether the store has what it acknowledged."""
         await self._plane.put_object(self._job, self.key, part.views, part.crc, self._token)
         head = await self._plane.head_object(self._job, self.key)
-        if head is not None and head.size == self.size:
+        if head is not None and head.size == self.size and head.token in (self._token, None):
             return head
         found = "is not there" if head is None else f"has {head.size} bytes, not {self.size}"
+        if head is not None and head.size == self.size:
+            found = f"is another writer's (token {head.token}, not {self._token})"
         raise StorageError(f"the store acknowledged an object that {found}").with_context(
             rank=self._job.rank, operation="PutObject", bucket=self._job.bucket, key=self.key
         )
@@ -340,26 +348,21 @@ class ObjectUpload:
         policy = self._plane.config.retry
         for attempt in range(1, policy.max_attempts + 1):
             failure: StorageError | None = None
-            self._unclear = True  # from here on, whatever becomes of this task
+            undecided, self._undecided = self._undecided, True  # whatever becomes of this task
             try:
                 await self._plane.complete_upload(self._job, self.key, upload_id, entries)
             except StorageError as error:
                 failure = error
-                self._unclear = _is_unclear(error)
+                self._undecided = undecided or _may_be_at_work(error)
             try:
                 head = await self._plane.head_object(self._job, self.key)
             except AccessDeniedError:
                 if failure is None:
                     raise
                 head = None  # without ListBucket a missing key is answered so
-            self._unclear = self._unclear and head is not None
-            if head is not None and head.size == self.size and head.token in (self._token, None):
-                return head
             if head is not None:
-                wrong = StorageError(
-                    f"the completed object has {head.size} bytes and token {head.token}, expected {self.size} and {self._token}"
-                )
-                raise wrong.with_context(operation="CompleteMultipartUpload", bucket=self._job.bucket, key=self.key)
+                await self._check_ours(head, failure)
+                return head
             if failure is None:
                 failure = StorageUnavailableError("Complete was answered with success, but the object is not there")
             failure.with_context(attempts=attempt, rank=self._job.rank, bucket=self._job.bucket, key=self.key)
@@ -367,8 +370,52 @@ class ObjectUpload:
                 raise failure
             self._job.counter.retries += 1
             self._job.deadline.check(f"completing {self.key}")
-            await asyncio.sleep(backoff_s(policy, attempt))
+            await asyncio.sleep(min(backoff_s(policy, attempt), self._plane.config.stall_limit_s / 2))
         raise AssertionError
+
+    async def _check_ours(self, head: Head, failure: StorageError | None) -> None:
+        """Raise unless the object that HEAD shows behind a Complete is what was uploaded.
+
+        A clear answer and the size are enough where the store keeps no user metadata; without that answer it takes a proof.
+
+        Raises:
+            StorageError: It has another size or token, or nothing shows whose it is.
+        """
+        if head.size != self.size or head.token not in (self._token, None):
+            text = f"the completed object has {head.size} bytes and token {head.token}, expected {self.size} and {self._token}"
+        elif head.token is not None or failure is None or await self._is_proven(head):
+            return
+        else:
+            text = (
+                "an object of the right size is there, but Complete was not answered with success and neither token, ETag, "
+                "checksum nor time show that it is this save's; save again"
+            )
+        wrong = StorageError(text)
+        wrong.with_context(operation="CompleteMultipartUpload", bucket=self._job.bucket, key=self.key)
+        raise wrong from failure
+
+    async def _is_proven(self, head: Head) -> bool:
+        """Whether an object without our token is ours: by its ETag or checksum, or, where it has none of ours, by its time."""
+        assert self._created is not None  # noqa: S101 -- only called behind a Complete
+        numbers = range(1, len(self._crcs) + 1)
+        same_etag = _has_etag_of(head.etag, [str(self._entries[number]["ETag"]) for number in numbers])
+        if same_etag:
+            return True
+        if (await asyncio.wrap_future(self._created))[1]:
+            seen = await self._plane.head_object(self._job, self.key, checksum=True)
+            if seen is not None and seen.crc32c is not None:
+                return seen.crc32c in self._checksums()
+        elapsed_s = time.monotonic() - self._started
+        return same_etag is None and head.age_s is not None and head.age_s <= elapsed_s + _CLOCK_STEP_S
+
+    def _checksums(self) -> tuple[str, str]:
+        """CRC32C of the object in the two forms that S3 knows: of the parts' checksums, and of all bytes."""
+        composite = crc32c(memoryview(b"".join(crc.to_bytes(4, "big") for crc in self._crcs)))
+        whole, left = 0, self.size
+        for crc in self._crcs:
+            whole = combine(whole, crc, min(self.part_bytes, left))
+            left -= self.part_bytes
+        return f"{header_value(composite)}-{len(self._crcs)}", header_value(whole)
 
     async def _abort(self, created: Work[tuple[str, bool]], limit: float) -> None:
         try:
@@ -383,3 +430,23 @@ class ObjectUpload:
 def _is_unclear(error: StorageError) -> bool:
     """Whether a failed Complete may still have done its work, or may do it when it is sent again."""
     return isinstance(error, StorageUnavailableError) and not isinstance(error, DeadlineExceededError)
+
+
+def _may_be_at_work(error: StorageError) -> bool:
+    """Whether a failed Complete may still be done later, also when HEAD does not show its object yet.
+
+    An error without a word of the store, or an error inside the store, says nothing; a store that throttles has refused.
+    """
+    return _is_unclear(error) and not is_throttled(error)
+
+
+_MD5: Final = re.compile(r"[0-9a-f]{32}")
+
+
+def _has_etag_of(etag: str, parts: list[str]) -> bool | None:
+    """Whether an ETag is the one that AWS gives an object of these parts (MD5 of their MD5s); ``None`` if it has another form."""
+    tags = [part.strip('"') for part in parts]
+    digest, _, count = etag.strip('"').partition("-")
+    if count != str(len(tags)) or not all(map(_MD5.fullmatch, [digest, *tags])):
+        return None
+    return hashlib.md5(bytes.fromhex("".join(tags)), usedforsecurity=False).hexdigest() == digest

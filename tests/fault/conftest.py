@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import RetryPolicy, S3Config
 from dcp_s3._transfer import dataplane, probe, store
 from dcp_s3._transfer.checksum import crc32c
+from dcp_s3._transfer.clients import connection_of
 from dcp_s3._transfer.dataplane import DataPlane, Head, Job
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import portal
@@ -163,14 +164,15 @@ def default_transfer(s3: Handle, planes: dict[str, DataPlane]) -> Transfer:
 def forgotten_clients(default_planes: dict[str, DataPlane]) -> Iterator[None]:
     """No finding about a store, and no client but the default ones, lives on behind the test that made it."""
     yield
-    kept = {plane.config for plane in default_planes.values()}
+    kept = {connection_of(plane.config) for plane in default_planes.values()}
     for plane in list(dataplane._planes.values()):
         wait(plane.close())
     dataplane._planes.clear()
-    for config in set(store._clients) - kept:
-        for client in store._clients.pop(config)._clients:
-            client.close()
-    store._without_checksums.clear()
+    dataplane._budgets.clear()
+    for place in set(store._shared) - kept:
+        store._shared.pop(place).close()
+    for shared in store._shared.values():
+        shared.without_checksums = False
     probe._known.clear()
 
 

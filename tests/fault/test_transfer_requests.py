@@ -15,6 +15,7 @@ from botocore.awsrequest import AWSResponse
 
 from dcp_s3 import AccessDeniedError, S3Config, StorageError
 from dcp_s3._transfer import clients, store
+from dcp_s3._transfer.clients import connection_of
 from dcp_s3._transfer.dataplane import DataPlane, Job
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.receive import Sink
@@ -165,7 +166,8 @@ def test_odd_keys(s3: FaultServer, transfer: Transfer, key: str):
 def address(config: S3Config, bucket: str = "bucket") -> tuple[str, str]:
     """Where the two planes would send a GET: their URLs, without sending it."""
     seen: list[str] = []
-    control = store._clients_for(config)
+    with store._shared_for(connection_of(config)) as shared:
+        control = shared.get()
 
     def stop(request: Any, **_: Any) -> AWSResponse:
         seen.append(request.url)

@@ -264,6 +264,10 @@ def test_a_reply_that_is_almost_empty():
         (400, "EntityTooLarge", ()),
         (400, "ExpiredToken", ("expired",)),
         (400, "TokenRefreshRequired", ("expired",)),
+        (400, "RequestExpired", ("expired",)),
+        (403, "InvalidAccessKeyId", ("expired",)),
+        (400, "InvalidToken", ("expired",)),
+        (403, "SignatureDoesNotMatch", ()),
         (403, "AccessDenied", ()),
         (503, "SlowDown", ()),
     ],
@@ -283,6 +287,8 @@ def test_what_an_error_is(status: int, code: str, answers: tuple[str, ...]):
 
 
 def test_a_head_that_may_mean_expired():
-    """A HEAD's 400 has no code: it may be an expired token; another operation's may not."""
-    for operation, expected in (("HeadObject", True), ("GetObject", False)):
-        assert is_expired(translate(reply(400), operation=operation, bucket="b")) is expected
+    """A HEAD's 400, 401 or 403 has no code: it may be an expired token; another operation's may not."""
+    for status in (400, 401, 403):
+        for operation, expected in (("HeadObject", True), ("GetObject", False)):
+            assert is_expired(translate(reply(status), operation=operation, bucket="b")) is expected
+    assert not is_expired(translate(reply(404), operation="HeadObject", bucket="b"))

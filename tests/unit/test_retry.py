@@ -190,3 +190,24 @@ def test_a_deadline_sees_suspend(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(time, "clock_gettime", noting)
     assert Deadline(5).expired is False
     assert set(clocks) == {time.CLOCK_BOOTTIME}
+
+
+@pytest.mark.parametrize("longest_s", [0.02, 5.0])
+def test_no_wait_outlasts_the_limit(longest_s: float):
+    """Neither Retry-After nor the policy makes a wait longer than its caller can bear: half the stall limit."""
+    limited = RetryPolicy(max_attempts=3, initial_wait_s=0.001, max_wait_s=0.002)
+    failing = Failing(mark(unavailable("busy"), tries=AS_POLICY, retry_after_s=0.2))
+    started = time.monotonic()
+    retry.call(failing, limited, longest_s=longest_s)
+    took = time.monotonic() - started
+    assert (took < 0.15) == (longest_s < 0.2)
+
+
+def test_once_repeats_only_what_was_refused():
+    """A request that must go out once is sent again where its credentials were refused, never where it may have been done."""
+    refused = Failing(mark(StorageError("expired"), tries=2))
+    assert retry.call(refused, POLICY, once=True) == 2
+    unclear = Failing(unavailable("lost"))
+    with pytest.raises(StorageError, match="lost"):
+        retry.call(unclear, POLICY, once=True)
+    assert unclear.calls == 1
