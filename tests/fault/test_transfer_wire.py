@@ -21,6 +21,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, StorageUnavailableError
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.plain import PlainConnection
 from dcp_s3._transfer.pool import PlainPool
+from dcp_s3._transfer.portal import Portal, portal
 from dcp_s3._transfer.receive import Sink
 from tests.fault.conftest import KEY, Transfer, config_of, pattern, wait
 from tests.fault.server import FaultServer, reply_headers, reset
@@ -85,23 +86,62 @@ def test_a_complete_is_not_sent_again_unasked(s3: FaultServer, transfer_to: Call
     assert s3.read(KEY) == BODY
 
 
-@pytest.mark.parametrize("way", ["down", "up"])
-def test_flowing_bytes_are_no_silence(s3: FaultServer, transfer_to: Callable[..., Transfer], way: str):
-    """A line that was fast and turns slow is waited for as long as bytes flow, though a buffer's worth takes longer than
+def test_bytes_that_come_slowly_are_no_silence(s3: FaultServer, transfer_to: Callable[..., Transfer]):
+    """A line that was fast and turns slow is waited for as long as bytes come, though the range takes longer than
     read_timeout_s.
     """
     body = pattern(6_000_000)
     s3.put(KEY, body)
     transfer = transfer_to(s3, read_timeout_s=1.5)
     transfer.get(0, len(body))
-    transfer.put(body, "fast")
-    s3.configure(rate_bytes_s=800_000)
-    if way == "down":
-        assert transfer.get(0, len(body)) == body
-    else:
-        transfer.put(body, "slow")
-        assert s3.read("slow") == body
+    s3.configure(rate_bytes_s=1_200_000)
+    assert transfer.get(0, len(body)) == body
     assert transfer.job.counter.retries == 0
+
+
+def test_bytes_that_go_slowly_are_no_silence():
+    """The same of bytes on their way up: progress is told at least every second while a slow peer takes them."""
+    body = memoryview(pattern(4_000_000))
+
+    def take(connection: socket.socket, pause_s: float) -> None:
+        seen = b""
+        while b"\r\n\r\n" not in seen:
+            seen += connection.recv(1000)
+        left = len(body) - len(seen.partition(b"\r\n\r\n")[2])
+        while left:
+            left -= len(connection.recv(20_000))
+            time.sleep(pause_s)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            take(connection, 0)
+            take(connection, 0.015)
+
+    async def run(address: tuple[str, int], progress: Progress) -> None:
+        pool = PlainPool(limit=2, connect_timeout_s=5, read_timeout_s=30)
+        for _ in range(2):
+            progress.touch()
+            await pool.put(address, "/k", [("Host", "s3")], [body], progress)
+        pool.close()
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        progress = Progress()
+        work = portal().submit(run(listener.getsockname(), progress))
+        longest, started = 0.0, time.monotonic()
+        while not work.done():
+            longest = max(longest, time.monotonic() - progress.last)
+            time.sleep(0.01)
+        work.result()
+        thread.join(10)
+    assert time.monotonic() - started > 2.5
+    assert longest < 1.2
 
 
 def test_a_head_without_a_length(plain_s3: FaultServer):
@@ -230,9 +270,7 @@ def test_another_loop_policy(plain_s3: FaultServer):
 
 def test_the_loop_is_our_own_choice(monkeypatch: pytest.MonkeyPatch):
     """The loop thread's loop does not come from the policy."""
-    from dcp_s3._transfer.portal import Portal
-
     monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("the policy was asked"))
-    portal = Portal()
-    assert type(portal.loop) is asyncio.SelectorEventLoop
-    portal.close()
+    opened = Portal()
+    assert type(opened.loop) is asyncio.SelectorEventLoop
+    opened.close()
