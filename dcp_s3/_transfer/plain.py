@@ -151,10 +151,11 @@ class PlainConnection(Connection):
         offset = 0
         moved = time.monotonic()
         while offset < len(view):
+            called = time.monotonic()
             try:
                 count = self._socket.send(view[offset : offset + _CALL_BYTES], flags)
             except BlockingIOError:
-                self._check_silence(moved)
+                self._check_silence(called, moved)
                 continue
             moved = time.monotonic()
             offset += count
@@ -165,18 +166,22 @@ class PlainConnection(Connection):
         moved = time.monotonic()
         while sink.filled < sink.length:
             room = sink.buffer()[:_CALL_BYTES]
+            called = time.monotonic()
             try:
                 count = self._socket.recv_into(room, len(room), socket.MSG_WAITALL)
             except BlockingIOError:
-                self._check_silence(moved)
+                self._check_silence(called, moved)
                 continue
             if not count:
                 break
             moved = time.monotonic()
             sink.advance(count)
 
-    def _check_silence(self, moved: float) -> None:
-        if time.monotonic() - moved > self._silence_s:
+    def _check_silence(self, called: float, moved: float) -> None:
+        now = time.monotonic()
+        if now - called < _CALL_S / 2:
+            raise ConnectionError("a call on the socket did not wait: something has made the socket non-blocking")
+        if now - moved > self._silence_s:
             raise TimeoutError(f"nothing moved for {self._silence_s:g} s")
 
     # ------------------------------------------------------------------ on the loop
@@ -228,12 +233,12 @@ class PlainConnection(Connection):
         if self.closed or self._waiter is None:
             return
         self._loop.add_reader(self._socket, self._readable)
-        if isinstance(error, OSError) or (self._sink is not None and self._sink.filled < self._sink.length):
-            self._lost(error if isinstance(error, OSError) else None)
+        if isinstance(error, Exception) or (self._sink is not None and self._sink.filled < self._sink.length):
+            self._lost(error if isinstance(error, Exception) else None)
         else:
             self._done()
 
-    def _lost(self, error: OSError | None) -> None:
+    def _lost(self, error: Exception | None) -> None:
         self._loop.remove_reader(self._socket)
         self.connection_lost(error)
         if not self._in_request:

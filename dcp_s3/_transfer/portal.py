@@ -118,12 +118,8 @@ class Portal:
         self.loop = asyncio.SelectorEventLoop()
         self.loop.set_default_executor(_Threads())
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        self._thread = threading.Thread(target=self._run, name="dcp_s3-loop", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="dcp_s3-loop", daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
     def cpu_s(self) -> float:
         """CPU time that the loop thread has taken, seconds; 0 where the system does not say."""

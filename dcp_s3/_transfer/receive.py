@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HEAD_BYTES: Final = 64 << 10
 """Longest head that is taken apart here."""
-_LIBRARY_HEAD_BYTES: Final = 256 << 10
+HEAD_BYTES: Final = 256 << 10
 """Longest head at all."""
 _ERROR_BYTES: Final = 1 << 20
 _END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
@@ -191,7 +191,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         parsed = _plain_head(bytes(self._head[: end.end()])) if end is not None and self._sink is not None else None
         if end is None or parsed is None:
-            self._library = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LIBRARY_HEAD_BYTES)
+            self._library = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
             # which request it was makes no difference to the reply of a GET or PUT
             self._library.send(h11.Request(method="GET", target="/", headers=[("Host", "s3")]))
             self._library.send(h11.EndOfMessage())
@@ -262,7 +262,9 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionError(f"the reply ended after {self._sink.filled} of {self._sink.length} bytes"))
             return
         self._reply.body = bytes(self._body)
-        self.reusable = library.their_state is h11.DONE and not library.trailing_data[0]
+        framed_twice = "content-length" in self._reply.headers and "transfer-encoding" in self._reply.headers
+        in_step = library.their_state is h11.DONE and not library.trailing_data[0]
+        self.reusable = in_step and not framed_twice  # RFC 9112, 6.1: such a connection is not to be used again
         self._done()
 
     def _done(self) -> None:
@@ -308,12 +310,6 @@ def fault_of(reply: Reply, first: int | None, length: int) -> Exception | None:
         length: Bytes that were asked for.
     """
     start = first or 0
-    coding = reply.headers.get("content-encoding", "").strip().lower()
-    if coding in _COMPRESSED:
-        return StorageError(
-            f"the reply is compressed (Content-Encoding: {coding}), which was not asked for: a proxy before the store must "
-            "pass objects on as they are"
-        ).with_context(status=reply.status)
     if reply.status == 206:
         ranged = reply.headers.get("content-range", "")
         span = content_range(ranged)
@@ -326,7 +322,16 @@ def fault_of(reply: Reply, first: int | None, length: int) -> Exception | None:
     elif start:
         return ConnectionError("the store ignored the Range header")
     announced = reply.headers.get("content-length")
-    if announced is not None and "transfer-encoding" not in reply.headers and announced.strip() != str(length):
+    sized = announced is not None and "transfer-encoding" not in reply.headers
+    if sized and announced is not None and announced.strip().lstrip("0") == str(length):
+        return None
+    coding = reply.headers.get("content-encoding", "").strip().lower()
+    if not _COMPRESSED.isdisjoint(part.strip() for part in coding.split(",")):  # not as the object was stored
+        return StorageError(
+            f"the reply is compressed (Content-Encoding: {coding}), which was not asked for: a proxy before the store must "
+            "pass objects on as they are"
+        ).with_context(status=reply.status)
+    if sized and announced is not None:
         return ConnectionError(f"the {reply.status} reply announces {announced[:20]} bytes, expected {length}")
     return None
 
@@ -339,6 +344,8 @@ def _plain_head(head: bytes) -> tuple[Reply, bool] | None:
     try:
         message = http.client.parse_headers(io.BytesIO(rest))
     except (ValueError, http.client.HTTPException):
+        return None
+    if message.defects:  # such as a line without a colon, behind which it would see no header
         return None
     headers = {name.lower(): value for name, value in message.items()}
     if len(message.get_all("content-length", ())) != 1 or "transfer-encoding" in headers:

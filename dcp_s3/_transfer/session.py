@@ -21,7 +21,7 @@ from botocore.httpsession import get_cert_path
 
 from dcp_s3._transfer.payload import Progress, ViewsPayload
 from dcp_s3._transfer.pool import PlainPool, TlsPool
-from dcp_s3._transfer.receive import Reply, fault_of, header_items
+from dcp_s3._transfer.receive import HEAD_BYTES, Reply, fault_of, header_items
 from dcp_s3.errors import StorageError
 
 if TYPE_CHECKING:
@@ -104,6 +104,9 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         session = await super()._get_session(proxy_url)
         if session._retry_connection:  # noqa: SLF001 -- there is no public switch
             session._retry_connection = False  # noqa: SLF001
+            for limit in ("_max_line_size", "_max_field_size", "_max_headers"):  # aiobotocore has no option for them
+                if hasattr(session, limit):
+                    setattr(session, limit, HEAD_BYTES)
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_note_reuse)
             tracing.freeze()

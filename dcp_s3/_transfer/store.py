@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -105,6 +106,7 @@ class _Shared:
         )  # one per place: credentials that are slow to come must not hold up what has others
         self.clients: ControlClients | None = None
         self.users = 0
+        self.idle_since = math.inf
         self.without_checksums = False
         """The store refused a checksum header and took Content-MD5."""
 
@@ -131,6 +133,10 @@ class _Shared:
             self.clients.close()
 
 
+_IDLE_S: Final = 8.0
+"""Connections that were idle for longer are not used again. Servers close theirs after 5 s or more, some balancers without a
+word; and botocore cannot tell a request that such a connection lost from one that failed."""
+
 _lock = threading.Lock()
 _shared: dict[S3Config, _Shared] = {}
 """By what clients depend on; the last used ones come last."""
@@ -155,6 +161,8 @@ def _shared_for(place: S3Config) -> Iterator[_Shared]:
             idle = [key for key, other in _shared.items() if not other.users]
             closing = [_shared.pop(key) for key in idle[:-KEPT_IDLE]]
             shared = _Shared(place)
+        elif not shared.users and time.monotonic() - shared.idle_since > _IDLE_S:
+            shared.close()  # nobody is at work on its connections
         _shared[place] = shared
         shared.users += 1
     try:
@@ -164,6 +172,7 @@ def _shared_for(place: S3Config) -> Iterator[_Shared]:
     finally:
         with _lock:
             shared.users -= 1
+            shared.idle_since = time.monotonic()
 
 
 class ControlStore:
@@ -242,6 +251,9 @@ class ControlStore:
             if is_expired(made) and self._renewed(shared, clients):
                 retry.mark(made, tries=2)  # once more, with other credentials
             raise made from error
+        if int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode") or 200) < 200:
+            clients.close()  # the reply proper is still to come on that connection
+            raise retry.unavailable("an interim reply (1xx) came, which the SDK takes for the reply proper")
         self._note_time(reply)
         return reply
 
@@ -292,7 +304,10 @@ class ControlStore:
         body: bytes = reply["Body"]
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
-        return Fetched(body=body, info=_info(key, reply), server_time=self._server_time)
+        info = _info(key, reply)
+        if "ContentLength" not in reply and not reply.get("ContentRange"):  # a body in chunks
+            info = replace(info, size=len(body))
+        return Fetched(body=body, info=info, server_time=self._server_time)
 
     def head(self, key: str) -> ObjectInfo:
         """Size, ETag and user metadata of an object.

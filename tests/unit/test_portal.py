@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from dcp_s3._transfer.payload import Progress
+from dcp_s3._transfer.pool import PlainPool
 from dcp_s3._transfer.portal import Portal, ended, portal
+from tests.unit.test_plain import read_request
 
 
 @pytest.fixture
@@ -213,3 +218,66 @@ def test_waiting_for_the_end_through_cancellations():
     seconds, done = asyncio.run(run(0.15))
     assert not done
     assert 0.14 <= seconds < 0.29
+
+
+class _ForeignLoop(asyncio.SelectorEventLoop):
+    """Like uvloop's: a socket that it watches becomes non-blocking, and there are no child watchers."""
+
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:
+        if isinstance(fd, socket.socket):
+            fd.setblocking(False)
+        return super().add_reader(fd, callback, *args)
+
+
+class _ForeignPolicy(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _ForeignLoop
+
+    def set_event_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        if loop is not None and not isinstance(loop, _ForeignLoop):
+            raise TypeError("not a loop of this policy")
+        super().set_event_loop(loop)
+
+    def get_child_watcher(self) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture(params=["foreign", "uvloop"])
+def policy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Another loop policy, as `uvloop.install()` sets one."""
+    foreign = request.param == "foreign"
+    asyncio.set_event_loop_policy(_ForeignPolicy() if foreign else pytest.importorskip("uvloop").EventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(None)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="loop policies are on their way out")
+def test_another_loop_policy(policy: None):
+    """Whatever loop the program has chosen for itself, ours is asyncio's: a body larger than the sockets' buffers goes out."""
+    body = bytes(20_000_000)
+    received = []
+
+    def serve() -> None:
+        peer, _ = server.accept()
+        with peer:
+            received.append(read_request(peer))
+            peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def send() -> int:
+        pool = PlainPool(limit=1, connect_timeout_s=5, read_timeout_s=5)
+        async with asyncio.timeout(5):
+            reply = await pool.put(server.getsockname(), "/", [("Host", "s")], [memoryview(body)], Progress())
+        pool.close()
+        return reply.status
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        serving = threading.Thread(target=serve)
+        serving.start()
+        opened = Portal()
+        try:
+            assert opened.submit(send()).result(10) == 200
+            assert type(opened.loop) is asyncio.SelectorEventLoop
+        finally:
+            opened.close()
+            serving.join(10)
+    assert [len(found) for _, found in received] == [len(body)]

@@ -240,7 +240,8 @@ def test_a_chunked_range_of_another_length():
 @pytest.mark.parametrize("coding", [b"gzip", b"BR"])
 def test_a_compressed_range(coding: bytes):
     """A proxy that compresses what it passes on is named at once: no other attempt could help."""
-    error = Outcome([HEAD.replace(b"ETag", b"Content-Encoding: " + coding + b"\r\nETag") + BODY]).error
+    head = HEAD.replace(b"ETag", b"Content-Encoding: " + coding + b"\r\nETag").replace(b"Length: 768", b"Length: 400")
+    error = Outcome([head + BODY[:400]]).error
     assert isinstance(error, StorageError)
     assert not isinstance(error, StorageUnavailableError)
     assert f"Content-Encoding: {coding.decode().lower()}" in str(error)
