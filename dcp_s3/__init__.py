@@ -20,6 +20,7 @@ from dcp_s3.errors import (
     CorruptCheckpointError,
     DcpS3Error,
     DeadlineExceededError,
+    ObjectNotLoadableError,
     StorageError,
     StorageUnavailableError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "DcpS3Error",
     "DeadlineExceededError",
     "GarbageReport",
+    "ObjectNotLoadableError",
     "RetryPolicy",
     "S3Config",
     "S3StorageReader",
