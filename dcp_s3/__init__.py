@@ -7,6 +7,8 @@ are imported at first use, so that the tools and the command line start without 
 from __future__ import annotations
 
 import importlib
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3.config import RetryPolicy, S3Config
@@ -20,9 +22,15 @@ from dcp_s3.errors import (
     CorruptCheckpointError,
     DcpS3Error,
     DeadlineExceededError,
+    ObjectNotLoadableError,
     StorageError,
     StorageUnavailableError,
 )
+
+if sys.platform != "linux" or not hasattr(time, "CLOCK_BOOTTIME"):
+    raise ImportError(
+        f"dcp_s3 runs on Linux only, not on {sys.platform}: it stages in memfd memory and keeps its deadlines by CLOCK_BOOTTIME"
+    )
 
 if TYPE_CHECKING:
     from dcp_s3._checkpoint.gc import GarbageReport
@@ -51,6 +59,7 @@ __all__ = [
     "DcpS3Error",
     "DeadlineExceededError",
     "GarbageReport",
+    "ObjectNotLoadableError",
     "RetryPolicy",
     "S3Config",
     "S3StorageReader",

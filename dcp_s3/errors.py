@@ -9,6 +9,7 @@ The tree, grouped by what a handler does about it::
     ├── CheckpointReplacedError      another save replaced the checkpoint while it was read: load again
     ├── CommitConflictError          another save committed to this URL first; ours did not
     ├── CorruptCheckpointError       the bytes in the store are not those that were saved
+    ├── ObjectNotLoadableError       the bytes are right; an object among them may not be unpickled without your word
     └── StorageError                 the store refused or failed
         ├── AccessDeniedError        credentials or permissions; never retried
         └── StorageUnavailableError  it did not answer (well) for as long as we may wait
@@ -31,6 +32,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DcpS3Error",
     "DeadlineExceededError",
+    "ObjectNotLoadableError",
     "StorageError",
     "StorageUnavailableError",
 ]
@@ -119,6 +121,19 @@ class CommitConflictError(DcpS3Error):
 
 class CorruptCheckpointError(DcpS3Error):
     """Bytes in the store differ from what was saved, are missing, or were never a checkpoint."""
+
+
+class ObjectNotLoadableError(DcpS3Error):
+    """An object in the checkpoint is of a type that is not loaded unasked, since unpickling it could run code.
+
+    The checkpoint is not damaged. Load it with ``S3StorageReader(trust_pickle=True)``, or allow the named types with
+    ``torch.serialization.safe_globals([...])``.
+
+    Attributes:
+        types: What the object's pickle names and weights-only loading does not allow, as ``module.name``; may be empty.
+    """
+
+    types: tuple[str, ...] = ()
 
 
 class StorageError(DcpS3Error):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -49,15 +50,37 @@ from dcp_s3.errors import (
     CheckpointReplacedError,
     ConfigError,
     CorruptCheckpointError,
+    DcpS3Error,
     StorageError,
 )
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 __all__ = ["S3StorageReader"]
 
 _log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _told_once(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have our errors leave without what they came from: DCP prints the chain at each of its stops, and their text says it.
+
+    The chain is in the log at DEBUG.
+    """
+
+    @functools.wraps(method)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except DcpS3Error as error:
+            _log.debug("%s failed", method.__name__, exc_info=True)
+            raise error.with_traceback(None) from None
+
+    return told
 
 
 @dataclass(slots=True)
@@ -145,6 +168,7 @@ class S3StorageReader(StorageReader):
         url = getattr(self._local, "url", None) or self._base
         return None if url is None else str(url)
 
+    @_told_once
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 -- DCP's signature
         """Read and check the commit record.
 
@@ -164,7 +188,7 @@ class S3StorageReader(StorageReader):
         if rank is not None and refused is not None:
             # DCP asks for a rank's own record whatever the shared one failed of; unless it is not there, that is no answer:
             # it would cost a second deadline, and a rank that found an old record of its own would part from the others
-            raise refused
+            raise type(refused)(f"no answer to what the shared {record_name(None)} failed of")
         self._local.refused = None
         if (last := getattr(self._local, "load", None)) is not None and last.pause is not None:
             last.pause.end()  # only its record was read
@@ -208,6 +232,7 @@ class S3StorageReader(StorageReader):
             )
         return plans
 
+    @_told_once
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for, check it, and commit it to the planner."""
         load = self._current()
@@ -255,6 +280,8 @@ class S3StorageReader(StorageReader):
         except StorageError as error:
             if is_missing(error) or (isinstance(error, AccessDeniedError) and error.code == "AccessDenied"):
                 why = "there is none" if is_missing(error) else "there is none, or reading it is not permitted"
+                if load.record != record_name(None):  # DCP puts both texts into one
+                    raise CheckpointNotFoundError(f"no readable {load.record} either ({why})") from error
                 raise CheckpointNotFoundError(
                     f"no checkpoint at {load.url}: no readable {load.record} ({why}); check the URL, or list with dcp-s3 ls"
                 ).with_context(

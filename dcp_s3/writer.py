@@ -32,7 +32,9 @@ from dcp_s3._checkpoint.layout import (
     parse_url,
     record_name,
 )
+from dcp_s3._checkpoint.loadable import Loadability
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.record import is_raw, opaque
 from dcp_s3._checkpoint.shard import ShardWriter
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
@@ -328,8 +330,9 @@ class S3StorageWriter(StorageWriter):
             plane, save.job, save.url, new_token(), save.rank, part_bytes=part_bytes, pace=self._pace(save, planner)
         )
         leases: set[Lease] = set()
+        loadability = Loadability()
         try:
-            results = [self._write_item(shard, item, planner, leases) for item in _bytes_first(plan.items)]
+            results = [self._write_item(shard, item, planner, leases, loadability) for item in _bytes_first(plan.items)]
             receipts = shard.finish()
         except BaseException as error:
             shard.abort()
@@ -341,6 +344,7 @@ class S3StorageWriter(StorageWriter):
             for lease in leases or _leases_of_planner(planner):
                 lease.release()
         _attach(results, receipts, save.url)
+        loadability.warn(save.url)
         seconds = time.monotonic() - save.started
         _log.debug("rank %d: %d bytes in %d objects in %.2f s", save.rank, shard.size, len(receipts), seconds)
         return results
@@ -353,7 +357,9 @@ class S3StorageWriter(StorageWriter):
         return Pace(cores, save.job.progress, save.deadline) if cores is not None and staged else None
 
     @staticmethod
-    def _write_item(shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease]) -> WriteResult:
+    def _write_item(
+        shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease], loadability: Loadability
+    ) -> WriteResult:
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             lease = lease_of(data)
@@ -363,9 +369,15 @@ class S3StorageWriter(StorageWriter):
                 raise ConfigError(
                     f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense"
                 )
-            info = shard.write_tensor(data)
+            if is_raw(data.detach()):
+                info = shard.write_tensor(data)
+            else:
+                record = memoryview(opaque(data))
+                loadability.look(item.index.fqn, record)
+                info = shard.write_bytes(record)
             info.__dict__["dtype"] = data.dtype  # a cached plan, and its metadata, know an earlier save's
         else:
+            loadability.look(item.index.fqn, data.getbuffer())
             info = shard.write_bytes(data.getbuffer())
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 from typing import Any, Final
 
 import torch
 
-from dcp_s3._checkpoint.calls import check_object_program
-from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3._checkpoint.calls import check_object_program, foreign_names, not_loadable
+from dcp_s3.errors import CorruptCheckpointError, DcpS3Error
 
 __all__ = ["check_archive", "load_record"]
 
@@ -26,6 +27,8 @@ _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_MOST_OF_A_REASON: Final = 300
 _IN_EXTRA: Final = 0xFFFFFFFF
 """A size that stands in the entry's extra field, since it takes more than 32 bits."""
 
@@ -112,18 +115,25 @@ def load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa
             "for DCP's HuggingFaceStorageReader"
         )
     check_archive(data, source=source)
+    program, allowable = b"", True
     try:
         if not trusted:
-            check_object_program(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl"), source)  # noqa: SLF001 -- torch.load's own
+            program = torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl")  # noqa: SLF001 -- torch.load's own
+            allowable = check_object_program(program, source)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
-    except CorruptCheckpointError:
+    except DcpS3Error:
         raise
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n\n", 1)[0].strip()
-        raise CorruptCheckpointError(
-            f"{source} holds an object that weights-only loading refuses, since unpickling it could run code ({reason}); if you "
-            "trust whoever wrote this checkpoint, use S3StorageReader(trust_pickle=True)"
-        ) from error
+        raise not_loadable(source, foreign_names(program), allowable=allowable, reason=_reason(error)) from None
     except Exception as error:
-        reason = str(error).split("\n\n", 1)[0].strip()
-        raise CorruptCheckpointError(f"{source} holds a damaged record ({type(error).__name__}: {reason})") from error
+        reason = f"{type(error).__name__}: {_reason(error)}"
+        if foreign_names(program, users=True):  # what was called is the user's, and so is what it raised
+            raise not_loadable(source, (), allowable=False, reason=reason) from error
+        raise CorruptCheckpointError(f"{source} holds a damaged record ({reason})") from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch.load says, without its advice, its colours and its line breaks."""
+    text = str(error)
+    text = (text.partition("WeightsUnpickler error:")[2] or text).strip().split("\n\n", 1)[0]
+    return " ".join(_COLOUR.sub("", text).split())[:_MOST_OF_A_REASON]

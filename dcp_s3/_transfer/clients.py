@@ -10,7 +10,6 @@ import re
 import ssl
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -175,8 +174,8 @@ def _check_ca_bundle(path: str | None) -> None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-            **{"capath" if Path(path).is_dir() else "cafile": path}
-        )
+            cafile=path
+        )  # of a directory too: connections take a file
     except OSError as error:  # of which SSLError is one
         raise ConfigError(f"verify_tls or AWS_CA_BUNDLE names {path!r}, which is no CA bundle: {error}") from error
 

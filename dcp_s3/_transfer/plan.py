@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MAX_PARTS: Final = 10_000
 """Parts of one object. Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
+MAX_OBJECT_BYTES: Final = 5 << 40
+"""Of one object. Source: the same."""
 DEFAULT_PART_BYTES: Final = 32 * MIB
 SMALLEST_CHOSEN_PART: Final = 8 * MIB
 PARTS_WANTED: Final = 32
@@ -40,7 +42,7 @@ def choose_part_bytes(
         Bytes, a multiple of 1 MiB when chosen or grown, at most 1 GiB.
 
     Raises:
-        ConfigError: One record is larger than ``max_parts`` parts of 1 GiB.
+        ConfigError: One record is larger than ``max_parts`` parts of 1 GiB, or than 5 TiB.
     """
     size = wanted or min(DEFAULT_PART_BYTES, max(SMALLEST_CHOSEN_PART, _round_up(-(-total // PARTS_WANTED), MIB)))
     ceiling = max(size, min(memory_bytes // 4, MAX_PART_BYTES) // MIB * MIB)
@@ -51,6 +53,10 @@ def choose_part_bytes(
     if size > MAX_PART_BYTES:
         raise ConfigError(
             f"a single tensor of {largest} bytes does not fit into {max_parts} parts of at most {MAX_PART_BYTES} bytes; shard it"
+        )
+    if largest > MAX_OBJECT_BYTES:
+        raise ConfigError(
+            f"a single tensor of {largest} bytes does not fit into an object, which S3 limits to 5 TiB; shard it"
         )
     return size
 

@@ -87,7 +87,7 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
     if merged:
         options["Metadata"] = merged
     if config.tags:
-        options["Tagging"] = urlencode(config.tags)
+        options["Tagging"] = urlencode(dict(config.tags))
     if data and config.storage_class is not None:
         options["StorageClass"] = config.storage_class
     return options

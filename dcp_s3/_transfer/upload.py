@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from dcp_s3._transfer.checksum import combine, crc32c, header_value
 from dcp_s3._transfer.faults import is_throttled
-from dcp_s3._transfer.plan import MAX_PARTS
+from dcp_s3._transfer.plan import MAX_OBJECT_BYTES, MAX_PARTS
 from dcp_s3._transfer.portal import Work, portal
 from dcp_s3._transfer.retry import Counter, Deadline, backoff_s
 from dcp_s3.errors import AccessDeniedError, DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
@@ -97,7 +97,7 @@ class ObjectUpload:
         self.key = key
         self.size = 0
         self.part_bytes = part_bytes
-        self.capacity = part_bytes * max_parts
+        self.capacity = min(part_bytes * max_parts, MAX_OBJECT_BYTES)
         self._plane = plane
         self._job = job
         self._token = token
@@ -132,8 +132,8 @@ class ObjectUpload:
         """
         if self.size + len(view) > self.capacity:
             raise StorageError(
-                f"{self.key} would need more than {self.capacity // self.part_bytes} parts of {self.part_bytes} bytes; raise "
-                "part_bytes"
+                f"{self.key} would need more than {self.capacity // self.part_bytes} parts of {self.part_bytes} bytes, or be larger "
+                "than the 5 TiB that S3 allows; raise part_bytes, or shard the tensor"
             ).with_context(rank=self._job.rank, bucket=self._job.bucket, key=self.key)
         total = 0
         offset = 0

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import CorruptCheckpointError, S3StorageReader, S3StorageWriter
+from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError, S3StorageReader, S3StorageWriter
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from tests.fault.conftest import config_of, failure_of
@@ -240,7 +240,7 @@ def _saved(value: Any) -> bytes:
 
 def test_hostile_records_and_sizes(tmp_path: Path):
     """Zip bombs of every making, code in a pickle, values too deep, too many or too large, texts too long, noise, and ranges that lead
-    nowhere: each is refused with a CorruptCheckpointError that names the item, in less than 32 MiB and 30 s, and nothing of it is run.
+    nowhere: each is refused with a CorruptCheckpointError (code with an ObjectNotLoadableError) that names the item, in less than 32 MiB and 30 s, and nothing of it is run.
     """
     marker = tmp_path / "run by the pickle"
     bomb = pickle.dumps("x" * (300 * MIB), protocol=2)
@@ -279,7 +279,9 @@ def test_hostile_records_and_sizes(tmp_path: Path):
     assert len(found) == len(records) + len(DATA)
     for name, (failed, seconds, grown) in found.items():
         assert seconds < 30, (name, seconds)
-        assert isinstance(failed, CorruptCheckpointError), (name, repr(failed))
+        refused = name.startswith("code") or name.endswith("called by a call")  # what a class in a tuple may be for
+        kind = ObjectNotLoadableError if refused else CorruptCheckpointError
+        assert isinstance(failed, kind), (name, repr(failed))
         assert grown < 32, (name, grown)
         if name in records:
             assert "object.text" in str(failed), (name, str(failed))

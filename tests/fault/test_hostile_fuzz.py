@@ -1,4 +1,4 @@
-"""The parsers of record, manifest, archive and object on damaged inputs: a value or a CorruptCheckpointError, and nothing else.
+"""The parsers of record, manifest, archive and object on damaged inputs: a value or one of our errors, and nothing else.
 
 ``DCP_S3_TEST_FULL=1`` tries many more; ``scripts/soak`` goes on for as long as it is told.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dcp_s3 import CorruptCheckpointError
+from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
 from tests.soak.fuzz import PARSERS, corpus, fuzz
 
 EXAMPLES = 20_000 if os.environ.get("DCP_S3_TEST_FULL") else 250
@@ -34,7 +34,7 @@ def test_the_kept_inputs():
         for data in corpus(kind):
             try:
                 parse(data)
-            except CorruptCheckpointError:
+            except (CorruptCheckpointError, ObjectNotLoadableError):
                 outcomes.add("refused")
             else:
                 outcomes.add("read")

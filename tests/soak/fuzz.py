@@ -1,4 +1,4 @@
-"""Feeds the parsers with damaged and mixed inputs: each must give a value or a CorruptCheckpointError, soon, in little memory."""
+"""Feeds the parsers with damaged and mixed inputs: each must give a value or one of our errors, soon, in little memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-from dcp_s3 import CorruptCheckpointError
+from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
 from dcp_s3._checkpoint import metadata, standin
 from dcp_s3._checkpoint.archive import check_archive, load_record
 from dcp_s3._checkpoint.manifest import Manifest
@@ -134,14 +134,14 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None
         keep: Directory in which an input that raises or takes too long is left, shrunk, as a part of the corpus.
 
     Returns:
-        What was tried. An input that raises anything but a CorruptCheckpointError, or takes too long, raises, shrunk; and, as it is,
+        What was tried. An input that raises anything but our errors, or takes too long, raises, shrunk; and, as it is,
         one that takes too much memory: a peak is reached but once.
     """
     parse, kept, tried = PARSERS[kind], corpus(kind), Tried()
     found: dict[str, bytes] = {}
     good: list[bytes] = []  # as often as the others: what is damaged gets deeper from there
     for data in kept:
-        with contextlib.suppress(CorruptCheckpointError):
+        with contextlib.suppress(CorruptCheckpointError, ObjectNotLoadableError):
             parse(data)
             good.append(data)
     assert good, f"no corpus for {kind}"
@@ -151,7 +151,7 @@ def fuzz(kind: str, *, examples: int, seed: int | None = None, keep: Path | None
         tried.inputs += 1
         try:
             parse(data)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, ObjectNotLoadableError):
             tried.refused += 1
         except Exception as error:
             found[type(error).__name__] = data  # the last one is the smallest

@@ -28,6 +28,7 @@ config = S3Config(
     retry=RetryPolicy(max_attempts=3),
     tags=(("team", "llm"),),
 )
+S3Config(tags={"team": "llm"}, metadata={"step": "7"})
 assert_type(S3Config.from_env(region="us-east-1"), S3Config)
 assert_type(config.endpoints, tuple[str, ...])
 

@@ -79,3 +79,10 @@ def test_coalesce_covers_every_span_once(spans: list[tuple[int, int]], gap: int,
         assert start == ordered[first][0]
         assert end == max(span[1] for span in ordered[first:last])
         assert last - first == 1 or end - start <= limit
+
+
+def test_no_object_is_planned_or_written_beyond_5_tib():
+    """S3's limit of an object holds beside that of parts: one tensor is refused before a byte is sent."""
+    assert choose_part_bytes(6 * TIB, largest=5 * TIB, memory_bytes=8 * GIB) <= GIB
+    with pytest.raises(ConfigError, match=r"5 TiB; shard it"):
+        choose_part_bytes(6 * TIB, largest=5 * TIB + 1, memory_bytes=8 * GIB)

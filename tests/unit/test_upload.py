@@ -218,6 +218,12 @@ def test_a_failure_stops_the_producer():
     assert store.calls.count("abort") == 1
 
 
+def test_an_object_takes_no_more_than_5_tib():
+    """Parts of 1 GiB would do for more than S3 allows: what comes after goes into a further object."""
+    assert upload_to(Store(), part_bytes=1 << 30).capacity == 5 << 40
+    assert upload_to(Store(), part_bytes=8 << 20).capacity == 10_000 * (8 << 20)
+
+
 def test_more_parts_than_an_object_may_have():
     """The limit is per object and is met before a byte too many is taken."""
     store = Store()
