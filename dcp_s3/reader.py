@@ -37,6 +37,7 @@ from dcp_s3._checkpoint.layout import (
     record_name,
 )
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.overlap import rounds
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.download import Downloader
 from dcp_s3._transfer.payload import Progress
@@ -287,21 +288,22 @@ class S3StorageReader(StorageReader):
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
         plane = data_plane(self._config)
         job = Job(load.url.bucket, load.deadline, load.counter, Progress(), load.rank)
-        pieces = [piece for item in plan.items for piece in self._pieces(load, item, planner)]
-        total = sum(piece.length for piece in pieces)
+        items = [self._pieces(load, read, planner) for read in plan.items]
+        total = sum(piece.length for _, pieces in items for piece in pieces)
         downloader: Downloader[Batch] = Downloader(plane, job)
         try:
-            for read in downloader.run(batches(pieces)):
-                batch = read.about
-                faults = batch.faults()
-                if faults:
-                    if read.tries == 1:  # once more: the store's copy may be good
-                        downloader.again(read)
-                        continue
-                    raise self._corrupt(load, *faults[0])
-                batch.deliver()
-                for piece in batch.pieces:
-                    self._piece_done(piece.item, planner)
+            for pieces in _in_rounds(items):
+                for read in downloader.run(batches(pieces)):
+                    batch = read.about
+                    faults = batch.faults()
+                    if faults:
+                        if read.tries == 1:  # once more: the store's copy may be good
+                            downloader.again(read)
+                            continue
+                        raise self._corrupt(load, *faults[0])
+                    batch.deliver()
+                    for piece in batch.pieces:
+                        self._piece_done(piece.item, planner)
         except StorageError as error:
             if is_missing(error):
                 raise self._gone(load, error) from error
@@ -312,7 +314,7 @@ class S3StorageReader(StorageReader):
             load.url, total, seconds, total / seconds / 2**30, load.counter.retries,
         )  # fmt: skip
 
-    def _pieces(self, load: _Load, read: ReadItem, planner: LoadPlanner) -> list[Piece]:
+    def _pieces(self, load: _Load, read: ReadItem, planner: LoadPlanner) -> tuple[_Item, list[Piece]]:
         assert load.metadata is not None  # noqa: S101 -- set_up_storage_reader came before
         info = load.metadata.storage_data.get(read.storage_index)
         fqn = read.storage_index.fqn
@@ -332,7 +334,7 @@ class S3StorageReader(StorageReader):
         raw_offset = extra.get("raw_offset")
         chunk = chunk_at(load.metadata, read.storage_index, load.chunks)
         if read.type == LoadItemType.BYTE_IO or raw_offset is None or chunk is None:
-            return [self._opaque(load, read, planner, info, key, packed, source)]
+            return self._opaque(read, planner, info, key, packed, source)
         tensor = load.metadata.state_dict_metadata[fqn]
         assert isinstance(tensor, TensorStorageMetadata)  # noqa: S101 -- it has chunks
         dtype = tensor.properties.dtype
@@ -345,7 +347,7 @@ class S3StorageReader(StorageReader):
         if not target.numel():
             item.left = 1
             self._piece_done(item, planner)
-            return []
+            return item, []
         if dtype != target.dtype:
             _log.warning("%s was saved as %s and is loaded as %s", fqn, dtype, target.dtype)
         pieces = raw_pieces(
@@ -360,47 +362,36 @@ class S3StorageReader(StorageReader):
             item=item,
         )
         item.left = len(pieces)
-        return pieces
+        return item, pieces
 
     def _opaque(
         self,
-        load: _Load,
         read: ReadItem,
         planner: LoadPlanner,
         info: Any,  # noqa: ANN401 -- torch's private _StorageInfo
         key: str,
         packed: bytes | None,
         source: str,
-    ) -> Piece:
+    ) -> tuple[_Item, list[Piece]]:
         """A record that is taken whole: an object, a tensor that is not plain memory, or a stock writer's record."""
-        item = _Item(read, None, 1)
+        target = None if read.type == LoadItemType.BYTE_IO else _target(read, planner)
+        item = _Item(read, target, 1)
 
         def use(data: memoryview) -> None:
-            if read.type == LoadItemType.BYTE_IO:
+            if target is None:
                 if not self._trust_pickle:
                     load_record(data, source, trusted=False)
                 planner.load_bytes(read, io.BytesIO(data))
                 return
-            target = _target(read, planner)
             saved = load_record(data, source, trusted=self._trust_pickle)
             if not isinstance(saved, torch.Tensor):
                 raise CorruptCheckpointError(f"{source} holds a {type(saved).__name__}, expected a tensor")
             for dim, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
                 saved = saved.narrow(dim, offset, length)
             target.copy_(saved)
-            item.target = target
 
-        return Piece(
-            key=key,
-            start=info.offset,
-            end=info.offset + info.length,
-            lead=0,
-            length=info.length,
-            crcs=unpack_crcs(packed, info.length, source=source),
-            target=None,
-            use=use,
-            item=item,
-        )
+        crcs = unpack_crcs(packed, info.length, source=source)
+        return item, [Piece(key, info.offset, info.offset + info.length, 0, info.length, crcs, None, use, item)]
 
     @staticmethod
     def _piece_done(item: _Item, planner: LoadPlanner) -> None:
@@ -431,6 +422,24 @@ class S3StorageReader(StorageReader):
         return CorruptCheckpointError(
             f"a data object of {load.url} is missing although its record is there; dcp-s3 verify lists what is left"
         ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key, status=error.status, code=error.code)
+
+
+def _in_rounds(items: list[tuple[_Item, list[Piece]]]) -> list[list[Piece]]:
+    """The pieces of all items; of those whose targets share memory, a later one's come when the earlier one is done.
+
+    What stays in memory is then what DCP's own readers leave there, who take object after object, and in each item after
+    item, in the plan's order.
+    """
+    objects: dict[str, list[tuple[_Item, list[Piece]]]] = {}
+    for item, pieces in items:
+        if pieces:
+            objects.setdefault(pieces[0].key, []).append((item, pieces))
+    ordered = [entry for group in objects.values() for entry in group]
+    numbers = rounds([item.target for item, _ in ordered])
+    out: list[list[Piece]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    for number, (_, pieces) in zip(numbers, ordered, strict=True):
+        out[number] += pieces
+    return out
 
 
 def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:
