@@ -26,6 +26,7 @@ from torch.futures import Future
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.archive import fault_of as archive_fault
 from dcp_s3._checkpoint.archive import load_record
+from dcp_s3._checkpoint.asked import missing
 from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
@@ -64,6 +65,9 @@ _log = logging.getLogger(__name__)
 
 _CLEARLY: Final = dt.timedelta(seconds=2)
 """Times of a store are whole seconds of several machines: what is younger by less may have been written before."""
+
+_MOST_SHOWN: Final = 5
+"""Tensors that an error names."""
 
 
 @dataclass(slots=True)
@@ -302,6 +306,13 @@ class S3StorageReader(StorageReader):
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
         plane = data_plane(self._config)
         job = Job(load.url.bucket, load.deadline, load.counter, Progress(), load.rank)
+        if load.metadata is not None and (flaws := missing(load.metadata, plan, planner)):
+            shown = "; ".join(flaws[:_MOST_SHOWN]) + (
+                f"; and {len(flaws) - _MOST_SHOWN} more" * (len(flaws) > _MOST_SHOWN)
+            )
+            raise CorruptCheckpointError(
+                f"{load.url} is no whole checkpoint, and this load would leave values as they are: {shown}; load an older one"
+            ).with_context(rank=load.rank, bucket=load.url.bucket, key=load.url.key(load.record))
         items = [self._pieces(load, read, planner) for read in plan.items]
         total = sum(piece.length for _, pieces in items for piece in pieces)
         downloader: Downloader[Batch] = Downloader(plane, job)
