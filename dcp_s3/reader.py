@@ -67,7 +67,7 @@ _CLEARLY: Final = dt.timedelta(seconds=2)
 """Times of a store are whole seconds of several machines: what is younger by less may have been written before."""
 
 _MOST_SHOWN: Final = 5
-"""Tensors that an error names."""
+"""Tensors, URLs, and ranks of each that an error names."""
 
 
 @dataclass(slots=True)
@@ -211,14 +211,20 @@ class S3StorageReader(StorageReader):
         """Note which record this rank has read, for the coordinator."""
         load = self._current()
         shared = load.record == record_name(None)
-        return dataclasses.replace(plan, storage_data=(str(load.url), load.sha256) if shared else None)
+        return dataclasses.replace(plan, storage_data=(str(load.url), load.sha256 if shared else None))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks must have read the same record.
 
         Raises:
+            ConfigError: The ranks were given different URLs.
             CheckpointReplacedError: A save replaced the checkpoint while the ranks read its record.
         """
+        urls: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            urls.setdefault(plan.storage_data[0], []).append(rank)
+        if len(urls) > 1:
+            raise ConfigError(f"the ranks of one load must load from one URL: {_told_by_rank(urls)}")
         if len({plan.storage_data for plan in plans}) > 1:
             raise CheckpointReplacedError(
                 f"{self._current().url} was replaced while the ranks read it: they saw different checkpoints; load again"
@@ -497,6 +503,14 @@ class S3StorageReader(StorageReader):
         return CorruptCheckpointError(
             f"a data object of {load.url} is missing although its record is there; dcp-s3 verify lists what is left"
         ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key, status=error.status, code=error.code)
+
+
+def _told_by_rank(urls: dict[str, list[int]]) -> str:
+    told = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_SHOWN]))}{', …' * (len(ranks) > _MOST_SHOWN)}: {url}"
+        for url, ranks in urls.items()
+    ]
+    return "; ".join(told[:_MOST_SHOWN]) + "; …" * (len(told) > _MOST_SHOWN)
 
 
 def _check_saved(
