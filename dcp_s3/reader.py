@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import functools
 import hashlib
 import io
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.archive import fault_of as archive_fault
 from dcp_s3._checkpoint.archive import load_record
+from dcp_s3._checkpoint.asked import missing
 from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
@@ -38,11 +41,12 @@ from dcp_s3._checkpoint.layout import (
     record_name,
 )
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.overlap import rounds
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.download import Downloader
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.store import ControlStore, is_missing
+from dcp_s3._transfer.store import ControlStore, Fetched, is_missing
 from dcp_s3.config import S3Config
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -61,6 +65,12 @@ if TYPE_CHECKING:
 __all__ = ["S3StorageReader"]
 
 _log = logging.getLogger(__name__)
+
+_CLEARLY: Final = dt.timedelta(seconds=2)
+"""Times of a store are whole seconds of several machines: what is younger by less may have been written before."""
+
+_MOST_SHOWN: Final = 5
+"""Tensors, URLs, and ranks of each that an error names."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -85,7 +95,12 @@ def _told_once(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @dataclass(slots=True)
 class _Load:
-    """State of one load on one rank."""
+    """State of one load on one rank.
+
+    Attributes:
+        stock: Another writer's checkpoint, which has no manifest, and whose objects have names that are used again.
+        seen: The record as the store gave it, without its bytes.
+    """
 
     url: CheckpointUrl
     deadline: Deadline
@@ -98,6 +113,8 @@ class _Load:
     chunks: dict[str, dict[tuple[int, ...], ChunkStorageMetadata]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     pause: Pause | None = None
+    stock: bool = False
+    seen: Fetched | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -218,14 +235,20 @@ class S3StorageReader(StorageReader):
         """Note which record this rank has read, for the coordinator."""
         load = self._current()
         shared = load.record == record_name(None)
-        return dataclasses.replace(plan, storage_data=(str(load.url), load.sha256) if shared else None)
+        return dataclasses.replace(plan, storage_data=(str(load.url), load.sha256 if shared else None))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks must have read the same record.
 
         Raises:
+            ConfigError: The ranks were given different URLs.
             CheckpointReplacedError: A save replaced the checkpoint while the ranks read its record.
         """
+        urls: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            urls.setdefault(plan.storage_data[0], []).append(rank)
+        if len(urls) > 1:
+            raise ConfigError(f"the ranks of one load must load from one URL: {_told_by_rank(urls)}")
         if len({plan.storage_data for plan in plans}) > 1:
             raise CheckpointReplacedError(
                 f"{self._current().url} was replaced while the ranks read it: they saw different checkpoints; load again"
@@ -260,23 +283,24 @@ class S3StorageReader(StorageReader):
         store = self._store(load)
         key = load.url.key(load.record)
         while True:
-            body = self._get_record(store, load)
+            fetched = self._get_record(store, load)
+            body, load.seen = fetched.body, dataclasses.replace(fetched, body=b"")
             load.sha256 = hashlib.sha256(body).hexdigest()
             metadata = record_format.loads(body, source=f"s3://{load.url.bucket}/{key}")
             try:
                 self._check_manifest(store, load, metadata, len(body))
             except CorruptCheckpointError:
                 # a save may have replaced the checkpoint, and deleted the old manifest, between the two reads
-                if hashlib.sha256(self._get_record(store, load)).hexdigest() == load.sha256:
+                if hashlib.sha256(self._get_record(store, load).body).hexdigest() == load.sha256:
                     raise
                 load.deadline.check("reading a checkpoint that is replaced again and again")
             else:
                 return metadata
 
-    def _get_record(self, store: ControlStore, load: _Load) -> bytes:
+    def _get_record(self, store: ControlStore, load: _Load) -> Fetched:
         key = load.url.key(load.record)
         try:
-            return store.get(key).body
+            return store.get(key)
         except StorageError as error:
             if is_missing(error) or (isinstance(error, AccessDeniedError) and error.code == "AccessDenied"):
                 why = "there is none" if is_missing(error) else "there is none, or reading it is not permitted"
@@ -293,6 +317,7 @@ class S3StorageReader(StorageReader):
         write_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
         # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
         ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
+        load.stock = not ours
         if not self._verify or not ours:
             return
         name = load.url.key(manifest_name(write_id or ""))
@@ -314,32 +339,45 @@ class S3StorageReader(StorageReader):
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
         plane = data_plane(self._config)
         job = Job(load.url.bucket, load.deadline, load.counter, Progress(), load.rank)
-        pieces = [piece for item in plan.items for piece in self._pieces(load, item, planner)]
-        total = sum(piece.length for piece in pieces)
+        if load.metadata is not None and (flaws := missing(load.metadata, plan, planner)):
+            shown = "; ".join(flaws[:_MOST_SHOWN]) + (
+                f"; and {len(flaws) - _MOST_SHOWN} more" * (len(flaws) > _MOST_SHOWN)
+            )
+            raise CorruptCheckpointError(
+                f"{load.url} is no whole checkpoint, and this load would leave values as they are: {shown}; load an older one"
+            ).with_context(rank=load.rank, bucket=load.url.bucket, key=load.url.key(load.record))
+        items = [self._pieces(load, read, planner) for read in plan.items]
+        total = sum(piece.length for _, pieces in items for piece in pieces)
         downloader: Downloader[Batch] = Downloader(plane, job)
         try:
-            for read in downloader.run(batches(pieces)):
-                batch = read.about
-                faults = batch.faults()
-                if faults:
-                    if read.tries == 1:  # once more: the store's copy may be good
-                        downloader.again(read)
-                        continue
-                    raise self._corrupt(load, *faults[0])
-                batch.deliver()
-                for piece in batch.pieces:
-                    self._piece_done(piece.item, planner)
+            for pieces in _in_rounds(items):
+                for read in downloader.run(batches(pieces)):
+                    batch = read.about
+                    faults = batch.faults()
+                    if faults:
+                        if read.tries == 1:  # once more: the store's copy may be good
+                            downloader.again(read)
+                            continue
+                        raise self._corrupt(load, *faults[0])
+                    self._check_age(load, read.key, downloader.modified.get(read.key))
+                    batch.deliver()
+                    for piece in batch.pieces:
+                        self._piece_done(piece.item, planner)
         except StorageError as error:
             if is_missing(error):
                 raise self._gone(load, error) from error
             raise
+        except CorruptCheckpointError:
+            self._check_record(load)
+            raise
+        self._check_record(load)
         seconds = time.monotonic() - load.started
         _log.info(
             "loaded %s: %d bytes in %.2f s (%.2f GiB/s), %d requests repeated",
             load.url, total, seconds, total / seconds / 2**30, load.counter.retries,
         )  # fmt: skip
 
-    def _pieces(self, load: _Load, read: ReadItem, planner: LoadPlanner) -> list[Piece]:
+    def _pieces(self, load: _Load, read: ReadItem, planner: LoadPlanner) -> tuple[_Item, list[Piece]]:
         assert load.metadata is not None  # noqa: S101 -- set_up_storage_reader came before
         info = load.metadata.storage_data.get(read.storage_index)
         fqn = read.storage_index.fqn
@@ -359,7 +397,7 @@ class S3StorageReader(StorageReader):
         raw_offset = extra.get("raw_offset")
         chunk = chunk_at(load.metadata, read.storage_index, load.chunks)
         if read.type == LoadItemType.BYTE_IO or raw_offset is None or chunk is None:
-            return [self._opaque(load, read, planner, info, key, packed, source)]
+            return self._opaque(load, read, planner, info, key, packed, chunk, source)
         tensor = load.metadata.state_dict_metadata[fqn]
         assert isinstance(tensor, TensorStorageMetadata)  # noqa: S101 -- it has chunks
         dtype = tensor.properties.dtype
@@ -372,7 +410,7 @@ class S3StorageReader(StorageReader):
         if not target.numel():
             item.left = 1
             self._piece_done(item, planner)
-            return []
+            return item, []
         if dtype != target.dtype:
             _log.warning("%s was saved as %s and is loaded as %s", fqn, dtype, target.dtype)
         pieces = raw_pieces(
@@ -387,7 +425,7 @@ class S3StorageReader(StorageReader):
             item=item,
         )
         item.left = len(pieces)
-        return pieces
+        return item, pieces
 
     def _opaque(
         self,
@@ -397,37 +435,36 @@ class S3StorageReader(StorageReader):
         info: Any,  # noqa: ANN401 -- torch's private _StorageInfo
         key: str,
         packed: bytes | None,
+        chunk: ChunkStorageMetadata | None,
         source: str,
-    ) -> Piece:
+    ) -> tuple[_Item, list[Piece]]:
         """A record that is taken whole: an object, a tensor that is not plain memory, or a stock writer's record."""
-        item = _Item(read, None, 1)
+        fqn = read.storage_index.fqn
+        target = None if read.type == LoadItemType.BYTE_IO else _target(read, planner)
+        item = _Item(read, target, 1)
 
         def use(data: memoryview) -> None:
-            if read.type == LoadItemType.BYTE_IO:
+            if target is None:
                 if not self._trust_pickle:
                     load_record(data, source, trusted=False)
                 planner.load_bytes(read, io.BytesIO(data))
                 return
-            target = _target(read, planner)
             saved = load_record(data, source, trusted=self._trust_pickle)
             if not isinstance(saved, torch.Tensor):
                 raise CorruptCheckpointError(f"{source} holds a {type(saved).__name__}, expected a tensor")
+            if chunk is not None:
+                _check_saved(saved, chunk, load.metadata, source, fqn)
+            if saved.dtype != target.dtype:
+                _log.warning("%s was saved as %s and is loaded as %s", fqn, saved.dtype, target.dtype)
             for dim, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
                 saved = saved.narrow(dim, offset, length)
             target.copy_(saved)
-            item.target = target
 
-        return Piece(
-            key=key,
-            start=info.offset,
-            end=info.offset + info.length,
-            lead=0,
-            length=info.length,
-            crcs=unpack_crcs(packed, info.length, source=source),
-            target=None,
-            use=use,
-            item=item,
-        )
+        crcs = unpack_crcs(packed, info.length, source=source)
+        piece = Piece(key, info.offset, info.offset + info.length, 0, info.length, crcs, None, use, item)
+        if self._verify and load.stock:
+            piece.check = archive_fault
+        return item, [piece]
 
     @staticmethod
     def _piece_done(item: _Item, planner: LoadPlanner) -> None:
@@ -435,20 +472,55 @@ class S3StorageReader(StorageReader):
         if item.left == 0 and item.target is not None:
             planner.commit_tensor(item.read, item.target)
 
-    def _corrupt(self, load: _Load, piece: Piece, offset: int) -> CorruptCheckpointError:
+    def _corrupt(self, load: _Load, piece: Piece, fault: str) -> CorruptCheckpointError:
         fqn = piece.item.read.storage_index.fqn
         error = CorruptCheckpointError(
-            f"{fqn} in {load.url} is damaged: the CRC32C of the 4 MiB from byte {offset} of its data (byte "
-            f"{piece.start - piece.first_byte + offset} of the object) is not the one computed at save; restore the object or load "
-            "an older checkpoint"
+            f"{fqn} in {load.url} is damaged: {fault}; restore the object or load an older checkpoint"
         )
         error.with_context(rank=load.rank, bucket=load.url.bucket, key=piece.key)
         return error
 
+    def _check_age(self, load: _Load, key: str, modified: dt.datetime | None) -> None:
+        """Refuse an object that a save has overwritten in place since the record, which is written last, was.
+
+        The objects of a copy have any age, and those of our own writer are never overwritten.
+        """
+        if not (self._verify and load.stock and modified is not None and load.seen is not None):
+            return
+        read_at, recorded = load.seen.server_time, load.seen.info.last_modified
+        if read_at is not None and modified - read_at >= _CLEARLY:
+            raise CheckpointReplacedError(
+                f"{load.url} was overwritten while it was loaded: its record was read at {read_at:%H:%M:%S} and an object written "
+                f"at {modified:%H:%M:%S}, by the store's clock; load again when that save has finished"
+            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
+        if recorded is not None and modified - recorded >= _CLEARLY and _written_at(load.metadata) == str(load.url):
+            raise CorruptCheckpointError(
+                f"{load.url} may be a mixture of two checkpoints: its record is of {recorded:%Y-%m-%d %H:%M:%S} and an object of "
+                f"{modified:%Y-%m-%d %H:%M:%S}, so that a later save, which has not finished, overwrote it in place; load an older "
+                "checkpoint, or with verify=False if the object was only copied onto itself"
+            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
+
+    def _check_record(self, load: _Load) -> None:
+        """The record of a checkpoint that can be overwritten in place must be the same behind the load as before it."""
+        if not (self._verify and load.stock and load.seen is not None):
+            return
+        key, before = load.url.key(load.record), load.seen.info
+        try:
+            now = self._store(load).head(key)
+        except StorageError as error:
+            if not is_missing(error):
+                _log.info("%s was loaded, and its record not looked at again: %s", load.url, error)
+                return
+            now = None
+        if now is None or (now.last_modified, _plain(now.etag)) != (before.last_modified, _plain(before.etag)):
+            raise CheckpointReplacedError(
+                f"{load.url} was replaced or deleted while it was read; load again"
+            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
+
     def _gone(self, load: _Load, error: StorageError) -> Exception:
         """A data object is missing: was the checkpoint replaced meanwhile, or is it broken?"""
         try:
-            now = hashlib.sha256(self._get_record(self._store(load), load)).hexdigest()
+            now = hashlib.sha256(self._get_record(self._store(load), load).body).hexdigest()
         except CheckpointNotFoundError:
             now = ""
         if now != load.sha256:
@@ -458,6 +530,59 @@ class S3StorageReader(StorageReader):
         return CorruptCheckpointError(
             f"a data object of {load.url} is missing although its record is there; dcp-s3 verify lists what is left"
         ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key, status=error.status, code=error.code)
+
+
+def _told_by_rank(urls: dict[str, list[int]]) -> str:
+    told = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_SHOWN]))}{', …' * (len(ranks) > _MOST_SHOWN)}: {url}"
+        for url, ranks in urls.items()
+    ]
+    return "; ".join(told[:_MOST_SHOWN]) + "; …" * (len(told) > _MOST_SHOWN)
+
+
+def _check_saved(
+    saved: torch.Tensor, chunk: ChunkStorageMetadata, metadata: Metadata | None, source: str, fqn: str
+) -> None:
+    """A tensor that was unpickled must be the one that the record describes, or values would be cut or converted unasked."""
+    tensor = None if metadata is None else metadata.state_dict_metadata[fqn]
+    dtype = tensor.properties.dtype if isinstance(tensor, TensorStorageMetadata) else saved.dtype
+    if (tuple(saved.shape), saved.dtype) != (tuple(chunk.sizes), dtype):
+        raise CorruptCheckpointError(
+            f"{source} is not what the checkpoint's record describes: its object holds {saved.dtype} of {tuple(saved.shape)}, the "
+            f"record says {dtype} of {tuple(chunk.sizes)}; restore the object or load an older checkpoint"
+        )
+
+
+def _written_at(metadata: Metadata | None) -> str | None:
+    """The URL that a stock writer says it wrote a checkpoint to; ``None`` if it was a directory, or it does not say."""
+    where = None if metadata is None or metadata.storage_meta is None else metadata.storage_meta.checkpoint_id
+    try:
+        return None if where is None else str(parse_url(where))
+    except (ConfigError, TypeError):
+        return None
+
+
+def _plain(etag: str) -> str:
+    """An ETag without quotes and the mark of weakness that some gateways add on one way."""
+    return etag.removeprefix("W/").strip('"')
+
+
+def _in_rounds(items: list[tuple[_Item, list[Piece]]]) -> list[list[Piece]]:
+    """The pieces of all items; of those whose targets share memory, a later one's come when the earlier one is done.
+
+    What stays in memory is then what DCP's own readers leave there, who take object after object, and in each item after
+    item, in the plan's order.
+    """
+    objects: dict[str, list[tuple[_Item, list[Piece]]]] = {}
+    for item, pieces in items:
+        if pieces:
+            objects.setdefault(pieces[0].key, []).append((item, pieces))
+    ordered = [entry for group in objects.values() for entry in group]
+    numbers = rounds([item.target for item, _ in ordered])
+    out: list[list[Piece]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    for number, (_, pieces) in zip(numbers, ordered, strict=True):
+        out[number] += pieces
+    return out
 
 
 def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:

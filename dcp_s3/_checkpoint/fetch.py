@@ -48,6 +48,7 @@ class Piece:
         use: Called with all bytes of the range if there is no target.
         item: What it is a part of.
         first_byte: Offset of ``start`` in the record's data, for messages.
+        check: Says what is wrong with all bytes of the range, where the writer kept other checksums than ``crcs``.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Piece:
     use: Callable[[memoryview], None] | None
     item: Any
     first_byte: int = 0
+    check: Callable[[memoryview], str | None] | None = None
 
     @property
     def direct(self) -> bool:
@@ -113,13 +115,18 @@ class Batch:
         for piece in self.pieces:
             yield piece, (self.block[piece.start - self.start : piece.end - self.start],)
 
-    def faults(self) -> list[tuple[Piece, int]]:
-        """Pieces whose bytes do not have their CRC, each with the offset of the first wrong chunk in its record."""
-        return [
-            (piece, piece.first_byte + chunk * CRC_CHUNK_BYTES)
-            for piece, segments in self._arrived()
-            if (chunk := _first_wrong(segments, piece.crcs)) is not None
-        ]
+    def faults(self) -> list[tuple[Piece, str]]:
+        """Pieces whose bytes are not those that were saved, each with what is wrong."""
+        found = []
+        for piece, segments in self._arrived():
+            if (chunk := _first_wrong(segments, piece.crcs)) is not None:
+                offset = piece.first_byte + chunk * CRC_CHUNK_BYTES
+                place = piece.start - piece.first_byte + offset
+                what = f"the CRC32C of the 4 MiB from byte {offset} of its data (byte {place} of the object)"
+                found.append((piece, f"{what} is not the one computed at save"))
+            elif piece.check is not None and (fault := piece.check(segments[0])) is not None:
+                found.append((piece, fault))
+        return found
 
     def deliver(self) -> None:
         """Hand the checked bytes on."""

@@ -10,6 +10,7 @@ import re
 import ssl
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 

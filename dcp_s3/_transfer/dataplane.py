@@ -30,6 +30,7 @@ from dcp_s3._transfer.store import creation, encryption
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Callable, Iterator, Sequence
     from contextvars import ContextVar
 
@@ -407,7 +408,16 @@ class DataPlane:
 
     # ------------------------------------------------------------------ downloads
 
-    async def get_range(self, job: Job, key: str, start: int, sink: Sink, *, etag: str | None = None) -> str:
+    async def get_range(
+        self,
+        job: Job,
+        key: str,
+        start: int,
+        sink: Sink,
+        *,
+        etag: str | None = None,
+        modified: dict[str, dt.datetime] | None = None,
+    ) -> str:
         """Receive bytes ``[start, start + sink.length)`` of an object into a sink.
 
         Args:
@@ -416,6 +426,7 @@ class DataPlane:
             start: First byte.
             sink: Takes the bytes; filled from its beginning with every attempt.
             etag: The ETag that the object must have; ``None`` accepts any.
+            modified: Told when the object was last modified, if the reply says so.
 
         Returns:
             The object's ETag.
@@ -445,6 +456,8 @@ class DataPlane:
                 raise retry.copy_context(error, short) from error
             error.message = f"{error.message} (reading {asked})"
             raise
+        if modified is not None and (when := reply.get("LastModified")) is not None:
+            modified[key] = when
         return str(reply.get("ETag", ""))
 
 

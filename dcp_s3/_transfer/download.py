@@ -15,6 +15,7 @@ from dcp_s3.errors import CorruptCheckpointError, DeadlineExceededError
 
 if TYPE_CHECKING:
     import concurrent.futures
+    import datetime as dt
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcp_s3._transfer.dataplane import DataPlane, Job
@@ -62,9 +63,13 @@ class Downloader(Generic[T]):
     Args:
         plane: The process's data plane.
         job: What the requests belong to.
+
+    Attributes:
+        modified: When each object was last modified, by its key, as far as the store has said.
     """
 
     def __init__(self, plane: DataPlane, job: Job) -> None:
+        self.modified: dict[str, dt.datetime] = {}
         self._plane = plane
         self._job = job
         self._etags: dict[str, str] = {}
@@ -135,7 +140,9 @@ class Downloader(Generic[T]):
     async def _receive(self, read: RangeRead[T]) -> None:
         sink = Sink(read.pieces, self._job.progress)
         try:
-            etag = await self._plane.get_range(self._job, read.key, read.start, sink, etag=self._etags.get(read.key))
+            etag = await self._plane.get_range(
+                self._job, read.key, read.start, sink, etag=self._etags.get(read.key), modified=self.modified
+            )
         finally:
             sink.forget()
         try:

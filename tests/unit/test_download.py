@@ -32,7 +32,9 @@ class Store:
         self.running = self.most = 0
         self.etag = '"1"'
 
-    async def get_range(self, job: Job, key: str, start: int, sink: Sink, *, etag: str | None = None) -> str:
+    async def get_range(
+        self, job: Job, key: str, start: int, sink: Sink, *, etag: str | None = None, modified: Any = None
+    ) -> str:
         self.begun.append(start)
         self.running += 1
         self.most = max(self.most, self.running)
