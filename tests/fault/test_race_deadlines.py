@@ -157,9 +157,7 @@ def test_a_save_that_lost_its_objects(
     assert load(plain_s3) == 10
 
 
-def test_it_looks_again_before_each_try(
-    plain_s3: FaultServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_looks_again_before_each_try(plain_s3: FaultServer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is refused for an hour is not committed at last over objects that were collected meanwhile."""
     assert save(plain_s3, 10) is None
     for module in (dataplane, commit_module):
