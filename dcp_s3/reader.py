@@ -27,6 +27,7 @@ from dcp_s3._checkpoint.archive import load_record
 from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
+from dcp_s3._checkpoint.inventory import check_of_newest_save
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
     check_relative,
@@ -246,6 +247,7 @@ class S3StorageReader(StorageReader):
                     raise
                 load.deadline.check("reading a checkpoint that is replaced again and again")
             else:
+                check_of_newest_save(store, load.url, load.record, _write_id(metadata))
                 return metadata
 
     def _get_record(self, store: ControlStore, load: _Load) -> bytes:
@@ -263,7 +265,7 @@ class S3StorageReader(StorageReader):
             raise
 
     def _check_manifest(self, store: ControlStore, load: _Load, metadata: Metadata, size: int) -> None:
-        write_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+        write_id = _write_id(metadata)
         # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
         ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
         if not self._verify or not ours:
@@ -431,6 +433,10 @@ class S3StorageReader(StorageReader):
         return CorruptCheckpointError(
             f"a data object of {load.url} is missing although its record is there; dcp-s3 verify lists what is left"
         ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key, status=error.status, code=error.code)
+
+
+def _write_id(metadata: Metadata) -> str | None:
+    return metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
 
 def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcp_s3._checkpoint import gc
 from dcp_s3._checkpoint.gc import GarbageReport
-from dcp_s3._checkpoint.inventory import in_parallel, natural, read_records, walk
+from dcp_s3._checkpoint.inventory import in_parallel, natural, newest_save, read_records, walk
 from dcp_s3._checkpoint.layout import parse_url
 from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint
 from dcp_s3._transfer.store import ControlStore
@@ -83,6 +83,8 @@ def list_checkpoints(url: str | os.PathLike[str], *, config: S3Config | None = N
 def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
     if not records:
         return None
+    found = newest_save(records)
+    records = list(found.records)
     times = [time for record in records if (time := record.fetched.info.last_modified) is not None]
     sizes: dict[str, int] = {}
     write_ids: set[str | None] = set()
@@ -100,10 +102,14 @@ def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
         write_ids.add(summary.write_id)
         for entry in summary.entries:
             sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-        if record.is_ours(summary):
+        if flaws := summary.flaws(partial=record.rank is not None):
+            state = f"corrupt: {record.name}: {flaws[0]}"
+        elif record.is_ours(summary):
             state = f"corrupt: {record.name}: {record.reason}"
         elif state == "complete":
             state = "stock"
+    if found.problem and not state.startswith("corrupt"):
+        state = f"corrupt: {found.problem}"
     return CheckpointInfo(
         url=str(url),
         records=tuple(record.name for record in records),

@@ -426,7 +426,7 @@ def of_a_long_save(store: FakeStore, token: str, deadline: str, objects: int = 1
 def test_a_save_tells_how_long_it_may_take(store: FakeStore) -> None:
     """Beyond the margin its objects wait for its deadline and 900 s; one request asks for all of a rank. Then they go."""
     keys = of_a_long_save(store, "4" * 16, "172800", objects=5)
-    for age, waits in ((DAY + HOUR, True), (2 * DAY + dt.timedelta(seconds=900), True)):
+    for age in (DAY + HOUR, 2 * DAY + dt.timedelta(seconds=900)):
         store.now = store.objects[keys[0]].made + age
         store.log.clear()
         report = collect(store, dry_run=True)
