@@ -27,7 +27,6 @@ from dcp_s3._checkpoint.archive import load_record
 from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
-from dcp_s3._checkpoint.inventory import check_of_newest_save
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
     check_relative,
@@ -38,6 +37,7 @@ from dcp_s3._checkpoint.layout import (
     record_name,
 )
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.ranks import check_of_newest_save
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.download import Downloader
 from dcp_s3._transfer.payload import Progress

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from dcp_s3._checkpoint import gc
 from dcp_s3._checkpoint.gc import GarbageReport
-from dcp_s3._checkpoint.inventory import in_parallel, natural, newest_save, read_records, walk
+from dcp_s3._checkpoint.inventory import in_parallel, natural, read_records, walk
 from dcp_s3._checkpoint.layout import parse_url
+from dcp_s3._checkpoint.ranks import newest_save
 from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3.config import S3Config

@@ -9,8 +9,9 @@ import pytest
 
 from dcp_s3 import CheckpointNotFoundError, S3Config, S3StorageReader
 from dcp_s3._checkpoint import tools
-from dcp_s3._checkpoint.inventory import check_of_newest_save, newest_save, read_records
+from dcp_s3._checkpoint.inventory import read_records
 from dcp_s3._checkpoint.layout import CheckpointUrl, record_rank
+from dcp_s3._checkpoint.ranks import check_of_newest_save, newest_save
 from dcp_s3._checkpoint.verify import verify_checkpoint
 from tests.unit.fake_store import FakeStore, save
 
