@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         collect_garbage,
         list_checkpoints,
         verify,
+        verify_all,
     )
     from dcp_s3._checkpoint.verify import VerifyReport
     from dcp_s3.reader import S3StorageReader
@@ -62,6 +63,7 @@ __all__ = [
     "collect_garbage",
     "list_checkpoints",
     "verify",
+    "verify_all",
 ]
 
 _LAZY = {
@@ -74,6 +76,7 @@ _LAZY = {
     "collect_garbage": "dcp_s3._checkpoint.tools",
     "list_checkpoints": "dcp_s3._checkpoint.tools",
     "verify": "dcp_s3._checkpoint.tools",
+    "verify_all": "dcp_s3._checkpoint.tools",
 }
 
 

@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import aiobotocore.session
 import boto3
 import botocore
-from aiobotocore.config import AioConfig
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import NoCredentialsError
 
-from dcp_s3._transfer.session import ViewSession
 from dcp_s3.errors import ConfigError, DcpS3Error, StorageUnavailableError
 
 if TYPE_CHECKING:
     from dcp_s3.config import S3Config
 
 DEFAULT_REGION: Final = "us-east-1"
-_AGENT: Final = "dcp-s3"
+_AGENT: Final = f"dcp-s3 Botocore/{botocore.__version__}"
+"""In full: botocore puts its own together anew for each request, which takes a quarter of a small request's CPU time."""
 _AVOID_S: Final = 30.0
 """So long an endpoint that could not be reached is passed over, as long as another one is left."""
 
@@ -64,7 +62,7 @@ def boto_options(config: S3Config, *, path_style: bool) -> dict[str, Any]:
         "max_pool_connections": config.max_concurrency + 4,
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
-        "user_agent_extra": _AGENT,
+        "user_agent": _AGENT,
         "tcp_keepalive": True,
         **({"signature_version": botocore.UNSIGNED} if config.unsigned else {}),
     }
@@ -224,6 +222,8 @@ class DataClients:
         Raises:
             NoCredentialsError: The chain has none yet. Nothing is kept of that: a later try looks again.
         """
+        import aiobotocore.session  # not above: the tools do without it, and it takes half of their time to start
+
         config = self._config.resolved()
         self._session = session if session is not None else aiobotocore.session.AioSession(profile=config.profile)
         if _has_chain(config) and await self._session.get_credentials() is None:
@@ -239,6 +239,10 @@ class DataClients:
         return self
 
     async def _connect(self, config: S3Config, endpoint: str | None, region: str, *, path_style: bool) -> Any:  # noqa: ANN401
+        from aiobotocore.config import AioConfig
+
+        from dcp_s3._transfer.session import ViewSession
+
         options = AioConfig(http_session_cls=ViewSession, **boto_options(config, path_style=path_style))
         made = self._session.create_client("s3", config=options, **client_options(config, endpoint, region))
         return await self._stack.enter_async_context(made)
@@ -247,6 +251,8 @@ class DataClients:
         """Clients with the credentials that the chain gives now, ``None`` if those are the same as before."""
         if not _has_chain(self._config):
             return None
+        import aiobotocore.session
+
         session = aiobotocore.session.AioSession(profile=self._config.resolved().profile)
         fresh, used = await session.get_credentials(), await self._session.get_credentials()
         if fresh is None or used is None:

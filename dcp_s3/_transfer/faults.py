@@ -114,7 +114,8 @@ def translate(
             AccessDeniedError(
                 f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"
             ),
-            tries=_CREDENTIAL_TRIES,
+            # where there is no source of any, a second look finds none either; one that fails may only be busy
+            tries=NEVER if isinstance(error, NoCredentialsError) else _CREDENTIAL_TRIES,
         )
     elif isinstance(error, JSONDecodeError):  # nothing else that is asked for is JSON
         made = mark(

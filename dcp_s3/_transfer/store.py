@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -89,6 +90,7 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
     return options
 
 
+_WEB_PAGE: Final = re.compile(rb"\s*<(?:!doctype\s+html|html)\b", re.IGNORECASE)
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 _making: dict[S3Config, threading.Lock] = {}
@@ -228,6 +230,10 @@ class ControlStore:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
+        if byte_range is None and _WEB_PAGE.match(body):  # no record and no manifest
+            raise StorageError(
+                "what answers is no S3 endpoint: it sends a web page where an object was asked for; check endpoint_url"
+            ).with_context(operation="GetObject", bucket=self.bucket, key=key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
         return Fetched(body=body, info=_info(key, reply), server_time=self._server_time)

@@ -155,7 +155,7 @@ def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_prope
     collect_garbage("s3://bucket/run", dry_run=False, older_than_s=0, config=config, no_writer_runs=True)
     assert failing_store.uploads() == {}
     found = list_checkpoints("s3://bucket/run", config=config)
-    assert [info.state for info in found] == ["complete", "complete"]
+    assert [info.state for info in found] == ["committed", "committed"]
     assert all(verify(info.url, deep=True, config=config).ok for info in found)
     expected = sum(info.objects + 2 for info in found)  # and the record, and the manifest
     assert len(failing_store.objects("run/")) == expected

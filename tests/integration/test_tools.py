@@ -58,7 +58,7 @@ def test_real_checkpoints_are_listed(endpoint, bucket, tmp_path) -> None:
     bucket.put("run/step-11/data/0123456789abcdef/__0_0.distcp", b"never committed")
     nine, ten, stock = list_checkpoints(bucket.url("run"), config=endpoint.config())
     assert [info.url for info in (nine, ten, stock)] == [bucket.url(f"run/{n}") for n in ("step-9", "step-10", "stock")]
-    assert [info.state for info in (nine, ten, stock)] == ["complete", "complete", "stock"]
+    assert [info.state for info in (nine, ten, stock)] == ["committed", "committed", "stock"]
     record = json.loads(bucket.get(f"run/step-9/manifest-{nine.write_id}.json"))
     assert nine.bytes == record["metadata_bytes"] + sum(entry["size"] for entry in record["objects"])
     assert nine.bytes > 8 * MIB
@@ -215,7 +215,7 @@ def test_the_program(server, bucket) -> None:
     _save(bucket, "run/step-1")
     listed = _program(server, "ls", bucket.url("run"))
     assert (listed.returncode, listed.stderr) == (0, "")
-    assert re.search(rf"^{re.escape(bucket.url('run/step-1'))} .* complete$", listed.stdout, re.MULTILINE)
+    assert re.search(rf"^{re.escape(bucket.url('run/step-1'))} .* committed$", listed.stdout, re.MULTILINE)
     checked = _program(server, "verify", bucket.url("run/step-1"), "--deep", "--json")
     assert (checked.returncode, json.loads(checked.stdout)["ok"]) == (0, True)
     assert _program(server, "gc", bucket.url("run"), "--json").returncode == 0
