@@ -6,6 +6,7 @@ refused, 5 the output could not be written, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -18,4 +19,5 @@ def main() -> None:
     terminal.prepare()
     from dcp_s3.cli.commands import run
 
-    sys.exit(run(sys.argv[1:]))
+    # keys are UTF-8, whatever the locale took the arguments for
+    sys.exit(run([os.fsencode(argument).decode(errors="surrogateescape") for argument in sys.argv[1:]]))
