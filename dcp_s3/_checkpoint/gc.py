@@ -18,7 +18,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from dcp_s3._checkpoint.inventory import etags, in_parallel, natural, rank_records, read_records
-from dcp_s3._checkpoint.layout import RECORD_NAME, CheckpointUrl, manifest_name, manifest_write_id, owner_of
+from dcp_s3._checkpoint.layout import (
+    RECORD_NAME,
+    CheckpointUrl,
+    is_record_name,
+    manifest_name,
+    manifest_write_id,
+    owner_of,
+)
 from dcp_s3.errors import AccessDeniedError, ConfigError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -166,9 +173,13 @@ class _Run:
     def list_objects(self) -> None:
         """Find our objects. The store's clock is read from the first page: later ones would make objects look older."""
         now: dt.datetime | None = None
+        beside = None
         for info in self._store.list(self._root.key("")):
             now = now or self._store.server_time()
-            if (owner := self._owner(info.key)) is not None:
+            folder, _, name = info.key.rpartition("/")
+            if is_record_name(name):
+                beside = folder  # it comes before the objects beside it: another writer's, at a URL like data/<token>
+            elif (folder != beside or not name.endswith(".distcp")) and (owner := self._owner(info.key)) is not None:
                 found = self.objects[owner]
                 (found.stale if self._is_stale(info.last_modified, now) else found.young).append(info)
 

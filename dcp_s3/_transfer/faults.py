@@ -156,9 +156,18 @@ def _from_reply(error: ClientError) -> StorageError:
     code = str(reply.get("Error", {}).get("Code") or status)
     text = str(reply.get("Error", {}).get("Message") or "no text")
     advice = _ADVICE.get(code)
+    # to a HEAD some stores give the content type of their framework
+    web_page = (
+        code == str(status)
+        and error.operation_name != "HeadObject"
+        and str(headers.get("content-type", "")).startswith("text/html")
+    )
+    if web_page:
+        advice = "with a web page, not S3's XML: is endpoint_url that of an S3 service?"
     message = f"the store answered {status} {code}: {text}" + (f" ({advice})" if advice else "")
     kind, tries = _classify(status, code)
     made = mark(kind(message), tries=tries, retry_after_s=_retry_after(headers))
+    made.__dict__["web_page"] = web_page
     made.with_context(
         status=status, code=code, request_id=facts.get("RequestId") or headers.get("x-amz-request-id") or None
     )
@@ -225,7 +234,9 @@ def _brief(error: BaseException) -> str:
 
 def is_missing(error: BaseException) -> bool:
     """Whether the store said that the object (not the bucket) does not exist."""
-    return isinstance(error, StorageError) and error.status == 404 and error.code != "NoSuchBucket"
+    if not isinstance(error, StorageError) or error.__dict__.get("web_page"):
+        return False
+    return error.status == 404 and error.code != "NoSuchBucket"
 
 
 def is_precondition_failed(error: BaseException) -> bool:

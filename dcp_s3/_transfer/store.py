@@ -91,6 +91,8 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
 
 
 _WEB_PAGE: Final = re.compile(rb"\s*<(?:!doctype\s+html|html)\b", re.IGNORECASE)
+_OF_A_LIST: Final = ("Contents", "IsTruncated", "KeyCount", "Name", "Prefix")
+"""What the reply to a listing has, at least one of them; a web page that happens to be XML has none."""
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 _making: dict[S3Config, threading.Lock] = {}
@@ -231,9 +233,7 @@ class ControlStore:
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
         if byte_range is None and _WEB_PAGE.match(body):  # no record and no manifest
-            raise StorageError(
-                "what answers is no S3 endpoint: it sends a web page where an object was asked for; check endpoint_url"
-            ).with_context(operation="GetObject", bucket=self.bucket, key=key)
+            raise self._no_endpoint("GetObject", key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
         return Fetched(body=body, info=_info(key, reply), server_time=self._server_time)
@@ -327,6 +327,8 @@ class ControlStore:
                 # a store that says "truncated" without a continuation token; behind all that a common prefix stands for
                 params["StartAfter"] = last + _LAST_CHARACTER if delimiter and last.endswith(delimiter) else last
             page = self._call("ListObjectsV2", "list_objects_v2", prefix, params)
+            if page.keys().isdisjoint(_OF_A_LIST):
+                raise self._no_endpoint("ListObjectsV2", prefix)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -335,6 +337,11 @@ class ControlStore:
                 last = max(last, *(item[name] for item in page.get(kind, ())), "")
             if (token, last) == before:
                 raise StorageError(f"the store does not get on with its list of {prefix!r}: it would never end")
+
+    def _no_endpoint(self, operation: str, key: str) -> DcpS3Error:
+        return StorageError(
+            "what answers is no S3 endpoint: its reply is a web page, or at least not what S3 would say; check endpoint_url"
+        ).with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
 
     def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
         """All open multipart uploads below ``prefix``. Needs ListBucketMultipartUploads."""

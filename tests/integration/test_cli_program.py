@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import dcp_s3
+from dcp_s3 import RetryPolicy, S3Config, StorageError
 from dcp_s3._checkpoint.layout import CheckpointUrl
 from tests.unit.fake_store import FakeStore, save
 
@@ -178,27 +179,41 @@ def test_no_credentials_is_one_attempt(server) -> None:
     assert time.monotonic() - started < 30
 
 
-class _Page(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = b"\n<!DOCTYPE html><html><body>Welcome</body></html>"
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def _page(status: int, body: bytes) -> type[BaseHTTPRequestHandler]:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        pass
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Page
 
 
-def test_a_web_server_is_no_corrupt_checkpoint() -> None:
-    """A server that answers everything with a page: the endpoint is wrong, and no checkpoint is called corrupt."""
-    from dcp_s3 import S3Config, StorageError, verify
-
-    with web_server(_Page) as url:
-        config = S3Config(endpoint_url=url, access_key_id="a", secret_access_key="b", region="us-east-1")
-        with pytest.raises(StorageError, match="no S3 endpoint: it sends a web page"):
-            verify("s3://ckpt/run", config=config)
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize(
+    "body", [b"\n<!DOCTYPE html><html><body>Welcome</body></html>", b"<html><br><p>Welcome</html>"], ids=["xml", "html"]
+)
+def test_a_web_server_is_no_store(status: int, body: bytes) -> None:
+    """A server that answers with pages: the endpoint is wrong; no checkpoint is corrupt, and none is missing."""
+    with web_server(_page(status, body)) as url:
+        config = S3Config(
+            endpoint_url=url,
+            access_key_id="a",
+            secret_access_key="b",
+            region="us-east-1",
+            retry=RetryPolicy(max_attempts=2, initial_wait_s=0.01),
+        )
+        for call in (dcp_s3.list_checkpoints, dcp_s3.verify, dcp_s3.verify_all, dcp_s3.collect_garbage):
+            with pytest.raises(StorageError, match="web page") as caught:
+                call("s3://ckpt/run", config=config)
+            assert "endpoint_url" in caught.value.message
 
 
 def test_the_version(server) -> None:

@@ -121,6 +121,16 @@ def test_a_url_that_looks_like_a_saves_data(store: FakeStore, monkeypatch: pytes
     ]
 
 
+def test_the_collector_leaves_a_url_that_looks_like_a_saves_data(store: FakeStore) -> None:
+    """A stock checkpoint at `data/<16 hex digits>` is not the orphan of a save above it; beside it orphans go."""
+    keys = stock(store, RUN.child("data/fedcba9876543210"))
+    orphan = RUN.key("data/0123456789abcdef/__0_0.distcp")
+    store.put(orphan, b"orphan")
+    store.now += 2 * DAY
+    assert tools.collect_garbage("s3://ckpt/run", dry_run=False).removed == (orphan,)
+    assert set(keys) <= set(store.objects)
+
+
 def test_what_fits_on_a_page_is_one_request(store: FakeStore) -> None:
     """200 checkpoints as saves leave them are told by one listing: no record and no manifest is read."""
     for step in range(200):
