@@ -83,7 +83,7 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         """Make the aiohttp session one that leaves retries to us: its own would resend a PUT with its old signature."""
         session = await super()._get_session(proxy_url)
         session._retry_connection = False  # noqa: SLF001 -- there is no public switch
-        return session
+        return _Unredirected(session)
 
     async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
         """Send a signed request."""
@@ -129,6 +129,16 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
         if self._tls is not None:
             self._tls.close()
         await super().__aexit__(exc_type, exc_val, exc_tb)
+
+
+class _Unredirected:
+    """An aiohttp session as aiobotocore uses it, that hands redirects out: followed, a POST would become a GET elsewhere."""
+
+    def __init__(self, session: Any) -> None:  # noqa: ANN401 -- aiohttp's session
+        self._session = session
+
+    async def request(self, method: str, **options: Any) -> Any:  # noqa: ANN401 -- aiohttp's own
+        return await self._session.request(method, allow_redirects=False, **options)
 
 
 def _parts_of(request: Any) -> tuple[tuple[str, int], str, list[tuple[str, str]]]:  # noqa: ANN401

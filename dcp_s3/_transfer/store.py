@@ -13,8 +13,16 @@ from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.checksum import crc32c, header_value
-from dcp_s3._transfer.clients import KEPT_IDLE, ControlClients, connection_of
-from dcp_s3._transfer.faults import is_expired, is_missing, is_precondition_failed, is_refused_as_unknown, translate
+from dcp_s3._transfer.clients import KEPT_IDLE, ControlClients, connection_of, remind_of_tls
+from dcp_s3._transfer.faults import (
+    is_expired,
+    is_missing,
+    is_page,
+    is_precondition_failed,
+    is_refused_as_unknown,
+    not_s3,
+    translate,
+)
 from dcp_s3._transfer.patience import Patience, call_within
 from dcp_s3._transfer.portal import on_fork
 from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
@@ -239,9 +247,11 @@ class ControlStore:
         except Exception as error:
             made = translate(error, operation=operation, bucket=self.bucket, key=key)
             clients.rotation.note(endpoint, made)
+            remind_of_tls(clients, endpoint, made)
             if is_expired(made) and self._renewed(shared, clients):
                 retry.mark(made, tries=2)  # once more, with other credentials
             raise made from error
+        clients.rotation.heard(endpoint)
         self._note_time(reply)
         return reply
 
@@ -290,6 +300,8 @@ class ControlStore:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
+        if not reply.get("ETag") and is_page(body):
+            raise not_s3(200, body).with_context(rank=self._rank, operation="GetObject", bucket=self.bucket, key=key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
         return Fetched(body=body, info=_info(key, reply), server_time=self._server_time)
