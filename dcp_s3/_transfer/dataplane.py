@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -60,8 +60,8 @@ class Head:
     size: int
     etag: str
     token: str | None
-    age_s: float | None = None
-    crc32c: str | None = None
+    age_s: float | None = field(default=None, compare=False)
+    crc32c: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
