@@ -24,6 +24,8 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
 MAX_PART_BYTES: Final = GIB
 """Our own limit, below S3's 5 GiB: one request body stays far from 2**31 bytes, where TLS stacks have overflowed."""
 MIN_MEMORY_BYTES: Final = 32 * MIB
+DEFAULT_DEADLINE_S: Final = 1500.0
+"""Deadline of a save or load for which none is set, without a process group whose time-out could be read; seconds."""
 
 _SECRET = frozenset({"secret_access_key", "session_token", "sse_customer_key"})
 _ENV_PREFIX = "DCP_S3_"

@@ -33,6 +33,7 @@ from dcp_s3._checkpoint.layout import (
     record_name,
 )
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.presence import check_still_there
 from dcp_s3._checkpoint.shard import ShardWriter
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
@@ -280,7 +281,7 @@ class S3StorageWriter(StorageWriter):
             writer=f"dcp_s3 {__version__}",
             objects=entries,
         )
-        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json())
+        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json(), save.deadline)
         key = save.url.key(save.record)
         commit(
             save.store,
@@ -290,6 +291,7 @@ class S3StorageWriter(StorageWriter):
             observed=save.observed,
             conditions=save.conditions,
             deadline=save.deadline,
+            still_there=lambda: check_still_there(save.store, save.url, manifest, save.deadline),
         )
         confirmed = confirm(save.store, key, len(body), write_id=save.write_id, observed=save.observed)
         seconds = time.monotonic() - save.started

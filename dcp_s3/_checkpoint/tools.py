@@ -151,9 +151,10 @@ def collect_garbage(
     Args:
         url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
         dry_run: Only report.
-        older_than_s: The margin, seconds; at least the save deadline and 900 s more.
+        older_than_s: The margin, seconds; at least the save deadline and 900 s more. What a save wrote that may take longer
+            waits for that save's own deadline, which is kept with its objects.
         config: Default: from the environment. Its ``save_deadline_s`` should be that of the writers.
-        no_writer_runs: Allow a smaller margin.
+        no_writer_runs: Allow a smaller margin, and let it alone count.
 
     Raises:
         ConfigError: The URL, the configuration or the margin is wrong.
@@ -162,7 +163,9 @@ def collect_garbage(
     root = parse_url(url)
     config = config if config is not None else S3Config.from_env()
     gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
-    return gc.collect(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+    return gc.collect(
+        _open(root, config), root, dry_run=dry_run, older_than_s=older_than_s, no_writer_runs=no_writer_runs
+    )
 
 
 def abort_stale_uploads(
@@ -189,7 +192,9 @@ def abort_stale_uploads(
     root = parse_url(url)
     config = config if config is not None else S3Config.from_env()
     gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
-    return gc.abort_uploads(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+    return gc.abort_uploads(
+        _open(root, config), root, dry_run=dry_run, older_than_s=older_than_s, no_writer_runs=no_writer_runs
+    )
 
 
 def _open(url: CheckpointUrl, config: S3Config | None) -> ControlStore:
