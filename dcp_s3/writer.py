@@ -9,6 +9,8 @@ import logging
 import pickle
 import threading
 import time
+import weakref
+from collections import Counter as Counts
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +23,17 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.collector import Pause, gc_paused
-from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, confirm, delete_replaced, observe, put_manifest
+from dcp_s3._checkpoint.commit import (
+    Observed,
+    check_permitted,
+    commit,
+    confirm,
+    delete_replaced,
+    observe,
+    put_manifest,
+    save_of_other_kind,
+)
+from dcp_s3._checkpoint.coverage import flaw_of
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
@@ -35,16 +47,18 @@ from dcp_s3._checkpoint.layout import (
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
 from dcp_s3._checkpoint.presence import check_still_there
 from dcp_s3._checkpoint.shard import ShardWriter
+from dcp_s3._staging import turns
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.pace import Pace
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.plan import choose_part_bytes
+from dcp_s3._transfer.portal import portal
 from dcp_s3._transfer.probe import Conditions, conditions_of, probe_cleared
 from dcp_s3._transfer.retry import Counter, Deadline
 from dcp_s3._transfer.store import ControlStore
-from dcp_s3.config import S3Config
+from dcp_s3.config import DEFAULT_DEADLINE_S, S3Config
 from dcp_s3.errors import CheckpointExistsError, ConfigError, DcpS3Error, StorageError
 
 if TYPE_CHECKING:
@@ -65,6 +79,35 @@ _RECORD_OVERHEAD: Final = 2048
 """Upper estimate of what a record adds to its tensor's bytes; measured 1,577."""
 
 
+class _Fate:
+    """Says at ERROR that a background save has ended without anybody hearing of it.
+
+    What a save fails of within the writer's methods is logged there. Between them DCP's collectives may fail, of which only
+    its future knows. The state of a save lives in its thread, and so this ends with it.
+    """
+
+    def __init__(self, url: CheckpointUrl, rank: int) -> None:
+        self._known: list[bool] = []
+        weakref.finalize(self, _tell_of_lost_save, self._known, str(url), rank).atexit = False
+
+    def settle(self) -> None:
+        """The save has committed, or its failure has been logged."""
+        self._known.append(True)
+
+
+def _tell_of_lost_save(known: list[bool], url: str, rank: int) -> None:
+    if known:
+        return
+    text = (
+        "the save of %s ended on rank %d without a commit: another rank failed, or a collective of DCP did, as when the process "
+        "group is destroyed before the last future is awaited; what was there before stands"
+    )
+    try:  # the dying thread has no name any more, which logging would ask for
+        portal().loop.call_soon_threadsafe(_log.error, text, url, rank)
+    except RuntimeError:  # the interpreter ends
+        _log.error(text, url, rank)
+
+
 @dataclass(slots=True)
 class _Save:
     """State of one save on one rank, from set_up_storage_writer to finish."""
@@ -77,6 +120,7 @@ class _Save:
     store: ControlStore
     job: Job
     pause: Pause
+    fate: _Fate | None
     write_id: str = field(default_factory=new_write_id)
     started: float = field(default_factory=time.monotonic)
     observed: Observed | None = None
@@ -86,6 +130,11 @@ class _Save:
     @property
     def record(self) -> str:
         return record_name(None if self.use_collectives else self.rank)
+
+    @property
+    def other_record(self) -> str:
+        """A record that is there if the last save to this URL was of the other kind."""
+        return record_name(0 if self.use_collectives else None)
 
 
 class S3StorageWriter(StorageWriter):
@@ -157,12 +206,18 @@ class S3StorageWriter(StorageWriter):
         rank = int(kwargs.get("rank") or 0)
         url = getattr(self._local, "next_url", None) or self._base
         self._local.next_url = None
+        turn = turns.current()
         with _failure_told(url, rank):
             if url is None:
                 raise ConfigError(
                     "nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id"
                 )
-            deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
+            limit_s = deadline_s(self._config.save_deadline_s, "save_deadline_s")
+            if turn is not None:
+                turn.check_world()
+            elif turns.world() is not None:
+                turns.wait_for_others(limit_s)
+            deadline = Deadline(limit_s)
             counter = Counter()
             self._local.save = _Save(
                 url=url,
@@ -173,6 +228,7 @@ class S3StorageWriter(StorageWriter):
                 store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
                 job=Job(url.bucket, deadline, counter, Progress(), rank),
                 pause=Pause(),
+                fate=None if turn is None else _Fate(url, rank),
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -184,10 +240,18 @@ class S3StorageWriter(StorageWriter):
 
         Raises:
             CheckpointExistsError: ``overwrite=False`` and a checkpoint is there; on every rank, through DCP.
+            ConfigError: A checkpoint is there whose ranks committed for themselves, and this save's do not, or the reverse:
+                what readers look at first would stay the old one.
         """
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.fate):
             key = save.url.key(save.record)
+            if save_of_other_kind(save.store, save.url.key(save.other_record)):
+                raise ConfigError(
+                    f"{save.url} holds {save.other_record}, of a save with use_collectives={not save.use_collectives}, and this one "
+                    f"has use_collectives={save.use_collectives}: readers would go on loading one of them, or mix both. Nothing was "
+                    "sent; save to another URL, or delete that checkpoint's records (.metadata, __<rank>.metadata) first"
+                ).with_context(rank=save.rank, bucket=save.url.bucket, key=save.url.key(save.other_record))
             save.observed = observe(save.store, key)
             if save.observed.etag is not None and not self._overwrite:
                 raise CheckpointExistsError(
@@ -203,11 +267,13 @@ class S3StorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's items. Returns when every object is complete and verified."""
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.fate):
             try:
                 results = self._write(save, plan, planner)
             finally:
                 save.pause.end_in(_RESULTS_S)
+            if save.fate is not None and save.use_collectives and not save.coordinator:
+                save.fate.settle()  # the rest is the coordinator's
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -220,17 +286,26 @@ class S3StorageWriter(StorageWriter):
             results: All ranks' write results.
         """
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.fate):
             try:
                 self._finish(save, metadata, results)
             finally:
                 save.pause.end()
+            if save.fate is not None:
+                save.fate.settle()
 
     # ------------------------------------------------------------------ DCP's AsyncStager
 
     def stage(self, state_dict: dict[str, Any]) -> Any:  # noqa: ANN401 -- a state dict, or a future of one
-        """Copy a state dict so that training may go on at once. Never raises: a failure is raised in the save."""
-        return self._stager().stage(state_dict)
+        """Copy a state dict so that training may go on at once. Never raises: a failure is raised in the save.
+
+        A save that is staged while another one still runs begins when that one has ended.
+        """
+        try:
+            limit_s = deadline_s(self._config.save_deadline_s, "save_deadline_s")
+        except ConfigError:  # the save will say so
+            limit_s = DEFAULT_DEADLINE_S
+        return self._stager().stage(state_dict, turns.take(limit_s, str(self._base or "the given checkpoint_id")))
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -269,6 +344,7 @@ class S3StorageWriter(StorageWriter):
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
             metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+            _check_coverage(metadata, whole=save.use_collectives)
             _correct_dtypes(metadata)
             body = record_format.dumps(metadata)
         manifest = Manifest(
@@ -276,7 +352,7 @@ class S3StorageWriter(StorageWriter):
             record=save.record,
             metadata_sha256=hashlib.sha256(body).hexdigest(),
             metadata_bytes=len(body),
-            world_size=len(results),
+            world_size=len(results) if save.use_collectives else (turns.world() or (1,))[0],
             created_unix_s=time.time(),
             writer=f"dcp_s3 {__version__}",
             objects=entries,
@@ -300,8 +376,13 @@ class S3StorageWriter(StorageWriter):
             "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
             save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
         )  # fmt: skip
-        if confirmed:
-            delete_replaced(save.store, save.url, save.observed)
+        if not confirmed or save.observed.write_id is None:
+            return
+        if save.conditions is None or save.conditions.replace is None:
+            # a PUT of an earlier save that was repeated may still arrive, replace this record, and need what it names
+            _log.info("the store does not honour If-Match, so what was replaced at %s is left to dcp-s3 gc", save.url)
+            return
+        delete_replaced(save.store, save.url, save.observed)
 
     def _conditions(self, save: _Save) -> Conditions | None:
         mode = self._config.conditional_commit
@@ -373,11 +454,13 @@ class S3StorageWriter(StorageWriter):
 
 
 @contextlib.contextmanager
-def _failure_told(url: CheckpointUrl | None, rank: int) -> Iterator[None]:
+def _failure_told(url: CheckpointUrl | None, rank: int, fate: _Fate | None = None) -> Iterator[None]:
     """Log what a save fails of: it may run in the background, and nobody may ever ask its future."""
     try:
         yield
     except BaseException as error:
+        if fate is not None:
+            fate.settle()
         if isinstance(error, DcpS3Error):
             error.with_context(rank=rank)
         told = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
@@ -425,6 +508,26 @@ def _take_entries(results: list[list[WriteResult]]) -> tuple[ObjectEntry, ...]:
             for key, size, etag, part_bytes, crcs in one_rank[0].storage_data.__dict__.pop("objects", ()):
                 found.append(ObjectEntry(key=key, size=size, etag=etag, part_bytes=part_bytes, crc32c=crcs))
     return tuple(sorted(found, key=lambda entry: entry.key))
+
+
+def _check_coverage(metadata: Metadata, *, whole: bool) -> None:
+    """Raise if a load could not fill each tensor from what was written: DCP looks at the plans of several ranks only.
+
+    Raises:
+        ConfigError: Chunks of a tensor are missing, overlap or lie outside of it.
+    """
+    written = Counts(index.fqn for index in metadata.storage_data)
+    for fqn, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            continue
+        flaw = flaw_of(item.size, ((chunk.offsets, chunk.sizes) for chunk in item.chunks), partial=not whole)
+        if flaw is None and written[fqn] < len(item.chunks):
+            flaw = f"is not whole: {written[fqn]} of its {len(item.chunks)} chunks were written"
+        if flaw is not None:
+            raise ConfigError(
+                f"the tensor {fqn!r} {flaw}. A load would leave part of it as it was, so nothing was committed and what was there "
+                "before stands. Save from every rank of the tensor's mesh, with its process group, and before that is destroyed"
+            )
 
 
 def _correct_dtypes(metadata: Metadata) -> None:

@@ -70,7 +70,25 @@ def observe(store: ControlStore, key: str) -> Observed:
         if error.status != 416:
             raise
         info = store.head(key)  # an empty object, by nobody's rules a checkpoint; it is replaced like one
-    return Observed(info.etag, info.metadata.get(WRITE_ID_FIELD))
+    # a gateway may call the ETag of a GET weak; conditions compare strong ones (RFC 9110, section 13.1.1)
+    return Observed(info.etag.removeprefix("W/"), info.metadata.get(WRITE_ID_FIELD))
+
+
+def save_of_other_kind(store: ControlStore, key: str) -> bool:
+    """Whether there is a record that a save of the other kind (``use_collectives``) has left. Costs one HEAD.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    try:
+        store.head(key)
+    except AccessDeniedError:  # so a missing key is answered, too, without ListBucket
+        return False
+    except StorageError as error:
+        if is_missing(error):
+            return False
+        raise
+    return True
 
 
 def check_permitted(store: ControlStore, key: str, observed: Observed, conditions: Conditions | None) -> None:
@@ -187,7 +205,20 @@ def commit(
         if there == "ours":
             return
         refusals += is_precondition_failed(failure)
-        if there == "foreign" or refusals >= _REFUSALS:
+        if there == "unchanged" and refusals >= _REFUSALS:
+            raise StorageError(
+                f"the store refused the condition of the commit {refusals} times, although s3://{store.bucket}/{key} is as this save "
+                "found it: its conditional PUTs do not work here (a proxy that changes ETags or drops headers?). What was there "
+                "stands; conditional_commit='off' saves without conditions"
+            ).with_context(
+                bucket=store.bucket,
+                key=key,
+                operation="PutObject",
+                status=failure.status,
+                code=failure.code,
+                attempts=attempt,
+            ) from failure
+        if there == "foreign":
             place = f"s3://{store.bucket}/{key}"
             why = (
                 f"another writer wrote or deleted {place} after this save had looked"
@@ -228,7 +259,8 @@ def _read_back(store: ControlStore, key: str, body: bytes, observed: Observed) -
         raise
     if len(there.body) == len(body) and hashlib.sha256(there.body).digest() == hashlib.sha256(body).digest():
         return "ours"
-    return "unchanged" if observed.etag is not None and there.info.etag == observed.etag else "foreign"
+    etag = there.info.etag.removeprefix("W/")
+    return "unchanged" if observed.etag is not None and etag == observed.etag else "foreign"
 
 
 def confirm(store: ControlStore, key: str, size: int, *, write_id: str, observed: Observed) -> bool:

@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 import traceback
+import weakref
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,8 @@ from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, ItemsView
+
+    from dcp_s3._staging.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +60,24 @@ def failed(error: BaseException) -> dict[str, Any]:
 class StagedStateDict(dict[str, Any]):
     """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor."""
 
-    __slots__ = ("__weakref__", "lease")
+    __slots__ = ("__weakref__", "lease", "turn")
 
-    def __init__(self, staged: dict[str, Any], lease: Lease | None) -> None:
+    def __init__(self, staged: dict[str, Any], lease: Lease | None, turn: Turn | None = None) -> None:
         super().__init__(staged)
         self.lease = lease
+        self.turn = turn
+        if turn is not None:
+            weakref.finalize(self, turn.drop).atexit = False
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override] # dict's own class of view has no public name
-        """The items; whoever asks for them (DCP does first of all) is taken to be the save."""
+        """The items; whoever asks for them (DCP does first of all, before any collective) is taken to be the save.
+
+        Raises:
+            ConfigError: The process group is no longer the one in which this was staged.
+            DeadlineExceededError: The save staged before does not end.
+        """
+        if self.turn is not None:
+            self.turn.begin()
         if self.lease is not None:
             self.lease.taken_up()
         return super().items()
@@ -78,6 +91,8 @@ def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]
     """Reduce a staged state dict for another process; a leaf that does not pickle fails the save, not the pipe."""
     lease = staged.lease
     try:
+        if staged.turn is not None:
+            staged.turn.begin(shipped=True)
         pickled = io.BytesIO()
         with gc_paused():
             _Shipper(pickled, lease).dump(dict(staged))

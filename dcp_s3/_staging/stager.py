@@ -17,6 +17,8 @@ from dcp_s3._staging.snapshot import Snapshot
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from dcp_s3._staging.turns import Turn
+
 __all__ = ["Lease", "StagedStateDict", "Stager", "StagingFailed", "lease_of", "stager_for"]
 
 logger = logging.getLogger(__name__)
@@ -146,8 +148,14 @@ class Stager:
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: set[concurrent.futures.Future[dict[str, Any]]] = set()
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
+    def stage(
+        self, state_dict: dict[str, Any], turn: Turn | None = None
+    ) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
         """Copy a state dict.
+
+        Args:
+            state_dict: What to copy.
+            turn: Of the save that it is staged for; begun when that takes it up.
 
         Returns:
             The staged state dict, or a future of it with ``async_staging``. Where staging failed it holds one leaf, a
@@ -156,17 +164,17 @@ class Stager:
         try:
             snapshot = Snapshot(state_dict)
             if self._async_staging:
-                return self._submit(snapshot)
+                return self._submit(snapshot, turn)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
-            failure = failed(error)
+            failure = StagedStateDict(failed(error), None, turn)
             if not self._async_staging:
                 return failure
             future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
             future.set_result(failure)
             return future
-        return self._copy(snapshot)
+        return self._copy(snapshot, turn)
 
     def synchronize(self) -> None:
         """Wait until nothing is being copied any more by an async staging."""
@@ -182,25 +190,25 @@ class Stager:
             executor.shutdown(wait=True)
         self._pool.clear()
 
-    def _submit(self, snapshot: Snapshot) -> concurrent.futures.Future[dict[str, Any]]:
+    def _submit(self, snapshot: Snapshot, turn: Turn | None) -> concurrent.futures.Future[dict[str, Any]]:
         with self._lock:
             if self._executor is None:
                 self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dcp_s3-staging")
-            future = self._executor.submit(self._copy, snapshot)
+            future = self._executor.submit(self._copy, snapshot, turn)
             self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
 
-    def _copy(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _copy(self, snapshot: Snapshot, turn: Turn | None) -> dict[str, Any]:
         try:
             if not snapshot.size:
-                return StagedStateDict(snapshot.copy(None, None), None)
+                return StagedStateDict(snapshot.copy(None, None), None, turn)
             lease, buffer = self._pool.take(snapshot.size, pin=snapshot.on_cuda)
-            return StagedStateDict(snapshot.copy(lease, buffer), lease)
+            return StagedStateDict(snapshot.copy(lease, buffer), lease, turn)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
-            return failed(error)
+            return StagedStateDict(failed(error), None, turn)
 
 
 _lock = threading.Lock()
