@@ -290,8 +290,9 @@ class S3StorageReader(StorageReader):
         pieces = [piece for item in plan.items for piece in self._pieces(load, item, planner)]
         total = sum(piece.length for piece in pieces)
         downloader: Downloader[Batch] = Downloader(plane, job)
+        reads = downloader.run(batches(pieces))
         try:
-            for read in downloader.run(batches(pieces)):
+            for read in reads:
                 batch = read.about
                 faults = batch.faults()
                 if faults:
@@ -306,6 +307,11 @@ class S3StorageReader(StorageReader):
             if is_missing(error):
                 raise self._gone(load, error) from error
             raise
+        finally:
+            try:
+                downloader.close()
+            finally:
+                downloader.close()  # what is left, where an interrupt ended the first call; else nothing
         seconds = time.monotonic() - load.started
         _log.info(
             "loaded %s: %d bytes in %.2f s (%.2f GiB/s), %d requests repeated",

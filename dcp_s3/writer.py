@@ -332,7 +332,10 @@ class S3StorageWriter(StorageWriter):
             results = [self._write_item(shard, item, planner, leases) for item in _bytes_first(plan.items)]
             receipts = shard.finish()
         except BaseException as error:
-            shard.abort()
+            try:
+                shard.abort()
+            finally:
+                shard.abort()  # what is left, where an interrupt ended the first call; else nothing
             portable = _portable(error, save.rank)
             if portable is error:
                 raise

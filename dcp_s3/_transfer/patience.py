@@ -46,7 +46,8 @@ class _Call(Generic[T]):
         self._context = contextvars.copy_context()
         self._value: list[T] = []
         self._error: BaseException | None = None
-        self.ended = threading.Event()
+        self._ended = threading.Lock()  # no Event: an interrupt may leave the lock inside it taken for ever
+        self._ended.acquire()
 
     def run(self) -> None:
         try:
@@ -54,7 +55,10 @@ class _Call(Generic[T]):
         except BaseException as error:  # noqa: BLE001 -- raised again on the thread that waits
             self._error = error
         finally:
-            self.ended.set()
+            self._ended.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._ended.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
     def result(self) -> T:
         if self._error is not None:
@@ -76,7 +80,7 @@ def call_within(patience: Patience, function: Callable[[], T]) -> T:
         threading.Thread(target=call.run, name="dcp_s3-request", daemon=True).start()
     except RuntimeError:  # the interpreter ends and starts no more threads
         return function()
-    while not call.ended.wait(max(0.0, patience.end - time.monotonic())):
+    while not call.wait(max(0.0, patience.end - time.monotonic())):
         if time.monotonic() >= patience.end:  # not stretched meanwhile
             raise TimeoutError(f"given up after {patience.spent():.1f} s")
     return call.result()
