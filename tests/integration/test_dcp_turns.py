@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, _async_thread_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dcp_s3 import ConfigError
 from tests.integration.support import LIMIT_S, end_checkpoint_process, failure_of, load, wait_until, writer
@@ -64,12 +64,18 @@ class Late:
 
 
 def _sharded(value):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"w": distribute_tensor(torch.full(SHAPE, float(value)), mesh, [Shard(0)])}
+    """A state of one sharded tensor, made without a collective: a save may be under way in the group."""
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())), _init_backend=False)
+    local = torch.full((SHAPE[0] // dist.get_world_size(), SHAPE[1]), float(value))
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
 
 
 def _whole(bucket, path):
     return load(bucket, path, {"w": torch.full(SHAPE, -1.0)})["w"]
+
+
+def _records(bucket):
+    return [key for key in list(bucket.keys()) if key.endswith(".metadata")]
 
 
 def _saving_threads():
@@ -104,11 +110,11 @@ def test_the_group_is_destroyed_under_a_save(bucket, moment, there):
     """Nothing is committed of a save whose group has gone, what was there before stands, and each of its ranks says so."""
     if there == "a checkpoint":
         dcp.save({"w": torch.full(SHAPE, 1.0)}, storage_writer=writer(bucket, "run"))
-    before = [key for key in bucket.keys() if key.endswith(".metadata")]
+    before = _records(bucket)
 
     outcomes = run_ranks_ok(2, _train_and_leave, bucket, "run", moment, timeout_s=LIMIT_S)
 
-    assert [key for key in bucket.keys() if key.endswith(".metadata")] == before
+    assert _records(bucket) == before
     if there == "a checkpoint":
         assert torch.equal(_whole(bucket, "run"), torch.full(SHAPE, 1.0))
     for rank, (lines, error) in enumerate(outcomes):
@@ -216,7 +222,7 @@ def test_one_ranks_shards_are_no_checkpoint_of_all(bucket):
     """A rank that saves its shards alone is refused; with use_collectives=False, where that is meant, it is not."""
     for rank, outcome in enumerate(run_ranks(2, _shards_alone, bucket, True, timeout_s=LIMIT_S)):
         assert "w is not whole: its chunks hold 4000 of its 8000 elements" in str(failure_of(outcome, 0)), rank
-    assert not [key for key in bucket.keys() if key.endswith(".metadata")]
+    assert not _records(bucket)
     run_ranks_ok(2, _shards_alone, bucket, False, timeout_s=LIMIT_S)
 
 
