@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -21,7 +22,16 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.collector import Pause, gc_paused
-from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, confirm, delete_replaced, observe, put_manifest
+from dcp_s3._checkpoint.commit import (
+    Observed,
+    check_permitted,
+    commit,
+    condition_of,
+    confirm,
+    delete_replaced,
+    look,
+    put_manifest,
+)
 from dcp_s3._checkpoint.coverage import flaw_of
 from dcp_s3._checkpoint.deadline import deadline_s, outlasting_s
 from dcp_s3._checkpoint.layout import (
@@ -89,6 +99,11 @@ class _Save:
     @property
     def record(self) -> str:
         return record_name(None if self.use_collectives else self.rank)
+
+    @property
+    def other_record(self) -> str:
+        """A record that is there if the last save to this URL was of the other kind."""
+        return record_name(0 if self.use_collectives else None)
 
 
 class S3StorageWriter(StorageWriter):
@@ -196,12 +211,13 @@ class S3StorageWriter(StorageWriter):
         """On the coordinator: look at what the save will replace, before a byte is sent.
 
         Raises:
-            CheckpointExistsError: ``overwrite=False`` and a checkpoint is there; on every rank, through DCP.
+            CheckpointExistsError: ``overwrite=False`` and a checkpoint is there, or one is there that was saved with another
+                ``use_collectives``; on every rank, through DCP.
         """
         save = self._current()
         with _failure_told(save.url, save.rank, save.turn):
             key = save.url.key(save.record)
-            save.observed = observe(save.store, key)
+            save.observed = look(save.store, key, save.url.key(save.other_record))
             if save.observed.etag is not None and not self._overwrite:
                 raise CheckpointExistsError(
                     f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
@@ -282,11 +298,11 @@ class S3StorageWriter(StorageWriter):
         if not save.probed:
             save.conditions = self._conditions(save)
         with gc_paused():
-            _check_coverage(metadata, partial=not save.use_collectives)
             entries = _take_entries(results)
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
             metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+            _check_coverage(metadata, partial=not save.use_collectives)
             _correct_dtypes(metadata)
             body = record_format.dumps(metadata)
         manifest = Manifest(
@@ -298,6 +314,7 @@ class S3StorageWriter(StorageWriter):
             created_unix_s=time.time(),
             writer=f"dcp_s3 {__version__}",
             objects=entries,
+            conditional=any(condition_of(save.observed, save.conditions)),
         )
         put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json())
         key = save.url.key(save.record)
@@ -317,8 +334,12 @@ class S3StorageWriter(StorageWriter):
             "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
             save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
         )  # fmt: skip
-        if confirmed:
-            delete_replaced(save.store, save.url, save.observed)
+        if confirmed and save.observed.write_id is not None:
+            if save.conditions is not None and save.conditions.replace is not None:
+                delete_replaced(save.store, save.url, save.observed)
+            else:
+                # a PUT of its record that was repeated may arrive yet, over ours, and needs what it names
+                _log.info("the store does not honour If-Match: what %s has replaced is left to dcp-s3 gc", save.url)
 
     def _conditions(self, save: _Save) -> Conditions | None:
         mode = self._config.conditional_commit
@@ -460,11 +481,16 @@ def _check_coverage(metadata: Metadata, *, partial: bool) -> None:
         ConfigError: A tensor has elements that nobody has saved, or that several have.
     """
     flawed = []
+    written = collections.Counter(index.fqn for index in metadata.storage_data)
     for name, item in metadata.state_dict_metadata.items():
+        flaw, records = None, 1
         if isinstance(item, TensorStorageMetadata):
             flaw = flaw_of(item.size, [(chunk.offsets, chunk.sizes) for chunk in item.chunks], partial=partial)
-            if flaw is not None:
-                flawed.append(f"{name} {flaw}")
+            records = len(item.chunks)
+        if flaw is None and written[name] < records:
+            flaw = f"is not whole: {written[name]} of its {records} records were written"
+        if flaw is not None:
+            flawed.append(f"{name} {flaw}")
     if flawed:
         more = f" (and {len(flawed) - 1} other tensors have such faults)" if len(flawed) > 1 else ""
         raise ConfigError(
