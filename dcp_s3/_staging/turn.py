@@ -251,7 +251,8 @@ def _not_begun() -> Turn | None:
 
 
 def _under_way() -> str:
-    return ", ".join(str(turn) for turn in list(_turns) if not turn.over())
+    turns = [turn for turn in list(_turns) if not turn.over()]
+    return ", ".join(str(turn) for turn in [turn for turn in turns if turn.begun] or turns)
 
 
 def _has_checkpoint_process() -> bool:
@@ -274,7 +275,7 @@ def _watch_over_the_end() -> None:
 
 
 def _at_exit() -> None:
-    waiting = any(not turn.settled and turn.begun and not turn.over() for turn in _turns)
+    waiting = any(not turn.settled and not turn.over() for turn in _turns)
     if waiting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not the main thread of the main interpreter
             signal.signal(signal.SIGINT, _interrupted_at_exit)

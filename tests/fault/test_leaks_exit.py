@@ -80,8 +80,8 @@ def test_nothing_is_said_at_exit(s3: FaultServer, group: str):
 
 
 def test_nothing_is_said_at_exit_of_failures(s3: FaultServer):
-    """A process that saved and loaded while one request in twenty failed, and whose last two saves failed for good, says that these
-    two did, and nothing else: in Python's development mode no exception that was never retrieved, and nothing unclosed.
+    """A process that saved and loaded while one request in twenty failed, and whose last two saves failed for good, says that the
+    one in the background did, and nothing else: in Python's development mode no exception that was never retrieved, and nothing unclosed.
     """
     faults = (error(503, "SlowDown"), reset("body", 1000), drop_reply(), error(500, "InternalError", at="reply"))
     for number in range(24):
