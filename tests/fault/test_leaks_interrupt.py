@@ -85,7 +85,7 @@ def test_while_a_buffer_is_waited_for(s3: FaultServer):
     assert told.splitlines()[0] == (
         "interrupted while async_save was waiting for the save of s3://bucket/run on rank 0"
     )
-    assert told.splitlines()[-1] == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in told
     assert len(s3.requests("PutObject", key=r"\.metadata$")) == 1
 
 
