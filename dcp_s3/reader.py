@@ -174,9 +174,9 @@ class S3StorageReader(StorageReader):
         load.pause = Pause()
         try:
             metadata = self._read_record(load)
-        except Exception as error:
+        except BaseException as error:
             load.pause.end()
-            if not isinstance(error, CheckpointNotFoundError):
+            if isinstance(error, Exception) and not isinstance(error, CheckpointNotFoundError):
                 self._local.refused = error
             raise
         if metadata.storage_meta is None:

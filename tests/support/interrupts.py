@@ -88,16 +88,26 @@ class Places:
 
 
 @contextlib.contextmanager
-def interrupted_in(seconds: float) -> Iterator[None]:
-    """Have a signal handler raise in the main thread after so long."""
+def interrupted_in(seconds: float | None, *, hang_s: float) -> Iterator[None]:
+    """Have a signal handler raise :class:`Interrupt` in the main thread after so long.
+
+    Args:
+        seconds: Until then; ``None`` for never.
+        hang_s: So long after it, or after the beginning, the handler raises an AssertionError: what hangs shall fail.
+    """
+    pending = seconds is not None
 
     def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
         where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        if not pending:
+            raise AssertionError(f"it hangs at {where}")
+        pending = False
         raise Interrupt(where)
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, hang_s if seconds is None else seconds, hang_s)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
