@@ -130,8 +130,8 @@ class Downloader(Generic[T]):
         for work in works:
             work.wait(max(0.0, end - time.monotonic()))
         self._abandoned = True  # what ends later lets its read go by itself
-        for read, work in list(self._live.items()):
-            if work is None or work.done():
+        for read, its_work in list(self._live.items()):
+            if its_work is None or its_work.done():
                 self._let_go(read)
         self._again.clear()
         if self._live:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import contextvars
 import threading
 import time
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 
 SLOWEST_BYTES_PER_S: Final = 64 << 10
 """An attempt whose bytes come slower than this on average is given up; a server that drips must not hold a save."""
+
+_POLL_S: Final = 60.0
+"""Longest single wait for a call, seconds."""
 
 
 class Patience:
@@ -84,3 +89,39 @@ def call_within(patience: Patience, function: Callable[[], T]) -> T:
         if time.monotonic() >= patience.end:  # not stretched meanwhile
             raise TimeoutError(f"given up after {patience.spent():.1f} s")
     return call.result()
+
+
+def call_all(functions: Sequence[Callable[[], T]], *, threads: int) -> list[T]:
+    """Run blocking calls that end by themselves, several at a time, and return their values in their order.
+
+    An interrupt leaves them behind: those that have begun go on by themselves, the others never begin. (A pool of the
+    standard library would wait for all, and for ever if the interrupt has hit one of its locks.)
+
+    Args:
+        functions: The calls.
+        threads: Most calls at a time.
+
+    Raises:
+        BaseException: What the first of them, in their order, has raised.
+    """
+    calls = [_Call(function) for function in functions]
+    waiting = collections.deque(calls)
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                waiting.popleft().run()
+
+    try:
+        for count in range(min(threads, len(calls))):
+            try:
+                threading.Thread(target=work, name="dcp_s3-requests", daemon=True).start()
+            except RuntimeError:  # the interpreter ends and starts no more threads
+                if not count:
+                    work()
+        for call in calls:
+            while not call.wait(_POLL_S):
+                pass
+        return [call.result() for call in calls]
+    finally:
+        waiting.clear()

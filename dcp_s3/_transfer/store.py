@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
@@ -89,6 +90,10 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
     return options
 
 
+K = TypeVar("K")
+
+_ASK_S: Final = 0.01
+"""So often a thread looks whether another one still asks, seconds."""
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 _making: dict[S3Config, threading.Lock] = {}
@@ -192,21 +197,34 @@ class ControlStore:
             raise
 
     @contextlib.contextmanager
-    def waiting_for(self, lock: threading.Lock, doing: str) -> Iterator[None]:
-        """Hold a lock of several threads, of which each has its own deadline.
+    def waiting_for(self, asking: dict[K, int], place: K, doing: str) -> Iterator[None]:
+        """Be the one thread that asks something of a place; each of those that wait has its own deadline.
+
+        Args:
+            asking: Identity of the thread that asks, by place. (Not a lock: an interrupt could leave that taken for ever.)
+            place: The place.
+            doing: What is waited for, for the error.
 
         Raises:
-            DeadlineExceededError: This one passed first; the text names ``doing``.
+            DeadlineExceededError: The deadline passed first.
         """
-        if not lock.acquire(
-            timeout=-1 if self._deadline is None else min(self._deadline.remaining(), threading.TIMEOUT_MAX)
-        ):
-            assert self._deadline is not None  # noqa: S101 -- without one it waits
-            raise self._deadline.error(doing)
+        me = threading.get_ident()
+
+        def leave() -> None:
+            if asking.get(place) == me:
+                asking.pop(place, None)
+
         try:
+            while asking.setdefault(place, me) != me:
+                if self._deadline is not None:
+                    self._deadline.check(doing)
+                time.sleep(_ASK_S)
             yield
         finally:
-            lock.release()
+            try:
+                leave()
+            finally:
+                leave()  # an interrupt may have ended the first call
 
     def _patience(self) -> Patience:
         seconds = self.config.connect_timeout_s + 2 * self.config.read_timeout_s

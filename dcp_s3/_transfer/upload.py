@@ -279,9 +279,7 @@ class ObjectUpload:
         if self._failure is not None:
             raise self._failure
         if self._job.deadline.expired:
-            end = time.monotonic() + _SETTLE_S
-            while self._works and self._failure is None and (left := end - time.monotonic()) > 0:
-                self._bell.wait(left)
+            self._settle()
             if self._failure is not None:
                 raise self._failure
             raise self._job.deadline.error(f"uploading {self.key}").with_context(
@@ -295,6 +293,11 @@ class ObjectUpload:
             raise stalled.with_context(
                 rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
             )
+
+    def _settle(self) -> None:
+        end = time.monotonic() + _SETTLE_S
+        while self._works and self._failure is None and (left := end - time.monotonic()) > 0:
+            self._bell.wait(left)
 
     def _wait_a_moment(self) -> None:
         self._bell.wait(min(0.2, self._job.deadline.remaining() + 0.001))

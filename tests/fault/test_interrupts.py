@@ -49,7 +49,9 @@ def _state(seed: int) -> dict[str, Any]:
 
 def _blank() -> dict[str, Any]:
     state = {
-        key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else {"seed": -1, "text": ""}
+        key: torch.zeros(value.shape, dtype=value.dtype)
+        if isinstance(value, torch.Tensor)
+        else {"seed": -1, "text": ""}
         for key, value in _state(0).items()
     }
     state["doubles"] = torch.zeros(100_000, dtype=torch.float32)  # goes through scratch
@@ -73,7 +75,9 @@ class Held:
 
     def _now(self) -> dict[str, Any]:
         return {
-            "threads": sorted(t.name for t in threading.enumerate() if not t.name.startswith(("dcp_s3-call", "Thread-"))),
+            "threads": sorted(
+                t.name for t in threading.enumerate() if not t.name.startswith(("dcp_s3-call", "Thread-"))
+            ),
             "budget": sum(plane.budget.held for plane in dataplane._planes.values()),
             "files": self._process.num_fds() // 20,  # connections come and go
         }

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import dcp_s3
 
@@ -77,7 +77,7 @@ class Places:
 
         return step
 
-    def __enter__(self) -> Places:
+    def __enter__(self) -> Self:
         """Begin."""
         sys.settrace(self._call)
         return self

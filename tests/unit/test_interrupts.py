@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from dcp_s3 import S3Config
 from dcp_s3._checkpoint.collector import Pause, gc_paused
 from dcp_s3._transfer.budget import ByteBudget
-from dcp_s3._transfer.patience import Patience, call_within
+from dcp_s3._transfer.patience import Patience, call_all, call_within
 from dcp_s3._transfer.portal import Portal, portal
+from dcp_s3._transfer.retry import Deadline
+from dcp_s3._transfer.store import ControlStore
 from dcp_s3._transfer.upload import ObjectUpload
 from tests.support.interrupts import Interrupt, Places, interrupted_in
 from tests.unit import test_download, test_upload
@@ -44,7 +49,7 @@ def at_each_place(work: Callable[[Callable[[], Any]], Any], *, step: int = 1) ->
         with interrupted_in(None, hang_s=HANG_S):
             try:
                 with places:
-                    work(lambda: places.__exit__())
+                    work(places.__exit__)
             except Interrupt:
                 assert places.where
         if not places.where:
@@ -207,13 +212,61 @@ def test_a_call_in_a_thread():
     assert at_each_place(work) > 10
 
 
+def test_calls_side_by_side():
+    """Whatever place: what has begun ends, and a thread of one call does not take what comes after the interrupt."""
+
+    def work(over: Callable[[], Any]) -> None:
+        begun: list[int] = []
+        ended: list[int] = []
+
+        def call(number: int) -> int:
+            begun.append(number)
+            time.sleep(0.001)
+            ended.append(number)
+            return number
+
+        try:
+            assert call_all([functools.partial(call, n) for n in range(5)], threads=2) == list(range(5))
+        finally:
+            over()
+            until(lambda: len(begun) == len(ended), begun)
+
+    assert at_each_place(work) > 10
+    failing = [lambda: 1, lambda: 1 // 0, lambda: int("x")]
+    with pytest.raises(ZeroDivisionError):
+        call_all(failing, threads=3)
+
+
+def test_who_asks_a_store():
+    """Whatever place: the thread that was interrupted is not taken to ask yet, by another one."""
+    store = ControlStore(S3Config(), "bucket", deadline=Deadline(5))
+    asking: dict[str, int] = {}
+
+    def ask() -> None:
+        with store.waiting_for(asking, "place", "waiting"):
+            pass
+
+    def work(over: Callable[[], Any]) -> None:
+        try:
+            ask()
+        finally:
+            over()
+
+    assert at_each_place(work) > 10
+    gc.collect()
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join(4)
+    assert not other.is_alive()
+    assert asking == {}
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector(enabled: bool):
     """Whatever place: when the pauses are over, Python's collector is as it was."""
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-
         at = 0
         while True:
             places = Places(at)
