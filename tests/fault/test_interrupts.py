@@ -129,13 +129,14 @@ def _collector_is_on() -> bool:
     return gc.isenabled()
 
 
-def _interrupted(work: Callable[[], Any], interruption: Any) -> str:
+def _interrupted(work: Callable[[], Any], at: Places | float) -> str:
     """Run something that is interrupted; return where it was, or "" if it had ended before."""
     started = time.monotonic()
     where = ""
     try:
-        with interruption:
-            work()
+        with interrupted_in(at if isinstance(at, float) else None, hang_s=LIMIT_S):
+            with at if isinstance(at, Places) else contextlib.nullcontext():
+                work()
     except dcp.CheckpointException as failed:
         ((error, _),) = failed.failures.values()
         assert isinstance(error, Interrupt), repr(error)
@@ -153,21 +154,18 @@ def _places(work: Callable[[], Any]) -> int:
     return places.count
 
 
-def _interruptions(work: Callable[[], Any], seed: int) -> Iterator[Any]:
-    """Interruptions spread evenly over the places of what is done, each at another, and as many over its time."""
+def _interruptions(work: Callable[[], Any], seed: int) -> Iterator[Places | float]:
+    """Interruptions spread evenly over the places of what is done, and as many over its time, in seconds."""
     count = _places(work)
     assert count > 500
     random.seed(seed)
     for number in range(ROUNDS):
-        stack = contextlib.ExitStack()
-        stack.enter_context(interrupted_in(None, hang_s=LIMIT_S))
-        stack.enter_context(Places(int((number + random.random()) * count / ROUNDS)))
-        yield stack
+        yield Places(int((number + random.random()) * count / ROUNDS))
     started = time.monotonic()
     work()
     seconds = time.monotonic() - started
     for number in range(ROUNDS):
-        yield interrupted_in((number + random.random()) * seconds / ROUNDS + 1e-6, hang_s=LIMIT_S)
+        yield (number + random.random()) * seconds / ROUNDS + 1e-6
 
 
 def test_an_interrupted_load(job: Job):
@@ -179,9 +177,9 @@ def test_an_interrupted_load(job: Job):
     def load() -> None:
         dcp.load(target, storage_reader=S3StorageReader("s3://bucket/run", config=job.config), no_dist=True)
 
-    for interruption in _interruptions(load, seed=1):
+    for at in _interruptions(load, seed=1):
         target = _blank()
-        where = _interrupted(load, interruption)
+        where = _interrupted(load, at)
         hit.append(where)
         left = {key: value.clone() for key, value in target.items() if isinstance(value, torch.Tensor)}
         assert held.back() == held.before, where
@@ -195,10 +193,10 @@ def test_an_interrupted_save(job: Job):
     """It ends at once and holds nothing, in the store neither; what loads is the state before or its own; the next save works."""
     held = Held()
     hit = []
-    for interruption in _interruptions(job.save, seed=2):
+    for at in _interruptions(job.save, seed=2):
         before = job.seed
         job.seed += 1
-        where = _interrupted(job.save, interruption)
+        where = _interrupted(job.save, at)
         hit.append(where)
         assert held.back() == held.before, where
         assert job.s3.uploads() == {}, where
