@@ -246,7 +246,7 @@ class S3StorageWriter(StorageWriter):
 
     def _stager(self) -> Stager:
         config = self._config
-        return stager_for(config, buffers=config.staging_buffers, async_staging=config.async_staging)
+        return stager_for(buffers=config.staging_buffers, async_staging=config.async_staging)
 
     # ------------------------------------------------------------------ inside
 

@@ -55,13 +55,22 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 
 class StagedStateDict(dict[str, Any]):
-    """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor."""
+    """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor.
 
-    __slots__ = ("__weakref__", "lease")
+    Args:
+        staged: The state dict.
+        lease: Its block's; ``None`` where it has no tensors.
+        before_crossing: Brings the block into shared memory.
+    """
 
-    def __init__(self, staged: dict[str, Any], lease: Lease | None) -> None:
+    __slots__ = ("__weakref__", "before_crossing", "lease")
+
+    def __init__(
+        self, staged: dict[str, Any], lease: Lease | None, *, before_crossing: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(staged)
         self.lease = lease
+        self.before_crossing = before_crossing
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override] # dict's own class of view has no public name
         """The items; whoever asks for them (DCP does first of all) is taken to be the save."""
@@ -84,6 +93,8 @@ def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]
         if lease is None:
             return _receive, (None, pickled.getvalue())
         lease.taken_up()
+        if staged.before_crossing is not None:
+            staged.before_crossing()
         return _receive, (lease.ship(), pickled.getvalue())
     except Exception as error:  # noqa: BLE001 -- whatever it is, it must reach the save
         return dict, (failed(error),)

@@ -134,9 +134,11 @@ def _interrupted(work: Callable[[], Any], at: Places | float) -> str:
     started = time.monotonic()
     where = ""
     try:
-        with interrupted_in(at if isinstance(at, float) else None, hang_s=LIMIT_S):
-            with at if isinstance(at, Places) else contextlib.nullcontext():
-                work()
+        with (
+            interrupted_in(at if isinstance(at, float) else None, hang_s=LIMIT_S),
+            at if isinstance(at, Places) else contextlib.nullcontext(),
+        ):
+            work()
     except dcp.CheckpointException as failed:
         ((error, _),) = failed.failures.values()
         assert isinstance(error, Interrupt), repr(error)

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import io
 import pickle
-import re
 import threading
 import time
 from pathlib import Path
@@ -22,17 +21,18 @@ from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
 from tests.support.staging import close_stagers
 
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:dcp_s3-staging", re.MULTILINE)
-
-
 def mapped_blocks():
-    """Bytes of each mapping of a staging block in this process, by its start and inode."""
-    maps = Path("/proc/self/maps").read_text()
-    return {(start, int(inode)): int(end, 16) - int(start, 16) for start, end, inode in _MAPPING.findall(maps)}
+    """Bytes of each mapping of a staging block in this process, by its start."""
+    return {region.address: region.size for region in buffers._regions}
+
+
+def kept_blocks():
+    """Names of the staging blocks that are this process's own."""
+    return {block.token for block in buffers._owned}
 
 
 def open_blocks():
-    """Inodes of the staging blocks that this process holds a descriptor of."""
+    """Inodes of the shared staging blocks that this process holds a descriptor of."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
@@ -52,16 +52,14 @@ def no_block_is_left():
     """Whatever a test did, no block outlives its tensors and its stager, and that without the cyclic collector."""
     yield
     assert not mapped_blocks()
+    assert not kept_blocks()
     assert not open_blocks()
     assert not buffers._leases
 
 
 def block_of(staged):
-    """The block that the first tensor of a staged state dict lies in, by its inode: no other ever has the same."""
-    address = next(value for value in staged.values() if isinstance(value, torch.Tensor)).data_ptr()
-    return next(
-        inode for (start, inode), size in mapped_blocks().items() if int(start, 16) <= address < int(start, 16) + size
-    )
+    """The block that the first tensor of a staged state dict lies in, by its name: no other ever has the same."""
+    return lease_of(next(value for value in staged.values() if isinstance(value, torch.Tensor))).block.token
 
 
 def release(staged):
@@ -228,14 +226,15 @@ def test_the_thread_that_copies_a_save_may_end_after_releasing():
 
 
 def test_a_block_grows_and_is_kept():
-    """A larger state dict extends the block, a smaller one uses part of it: there is one file all the while, and all values hold."""
+    """A larger state dict extends the block, a smaller one uses part of it: there is one all the while, and all values hold."""
     stager = Stager(wait_s=0)
     files = set()
     for count in (10, 3_000_000, 5, 4_000_000, 4_000_000):
         staged = stager.stage({f"t{i}": torch.full((count,), float(i)) for i in range(3)})
         assert [value[count - 1].item() for value in staged.values()] == [0.0, 1.0, 2.0]
-        files.update(open_blocks())
-        assert len(open_blocks()) == 1
+        files.update(kept_blocks())
+        assert len(kept_blocks()) == len(mapped_blocks()) == 1
+        assert not open_blocks()
         del staged
     assert len(files) == 1
 
@@ -259,17 +258,22 @@ def test_memory_is_flat_over_saves():
     del staged
 
 
-def test_buffers_are_per_key():
-    """The same key gives the same stager; another key, number of buffers or mode gives another; zero buffers are refused."""
-    one = stager_for(("config", 1), buffers=1, async_staging=False)
-    assert stager_for(("config", 1), buffers=1, async_staging=False) is one
-    others = [
-        stager_for(("config", 2), buffers=1, async_staging=False),
-        stager_for(("config", 1), buffers=2, async_staging=False),
-        stager_for(("config", 1), buffers=1, async_staging=True),
-    ]
-    assert one not in others
-    assert len(set(others)) == 3
+def test_one_pool_for_all():
+    """Stagers differ by the number of buffers and mode alone, and share their memory; zero buffers are refused."""
+    kinds = [(1, False), (2, False), (1, True)]
+    stagers = [stager_for(buffers=buffers, async_staging=in_thread) for buffers, in_thread in kinds]
+    assert stagers == [stager_for(buffers=buffers, async_staging=in_thread) for buffers, in_thread in kinds]
+    assert len(set(stagers)) == 3
+    seen = set()
+    for _ in range(3):
+        for stager in stagers[:2]:
+            staged = stager.stage({"t": torch.ones(10)})
+            seen.add(block_of(staged))
+            release(staged)
+            del staged
+    assert len(seen) == 1
+    assert len(kept_blocks()) == 1
+    stagers[0].close()
     with pytest.raises(ValueError, match="at least 1"):
         Stager(buffers=0)
 
@@ -300,7 +304,7 @@ def test_close_gives_the_memory_back_and_the_stager_goes_on():
     assert again["t"].tolist() == [2.0] * 10
     del staged, again
     stager.close()
-    assert not open_blocks()
+    assert not kept_blocks()
 
 
 # ------------------------------------------------------------------------------------------------------- its failures
@@ -351,11 +355,11 @@ def test_no_memory_fails_the_save_and_not_the_next(monkeypatch):
     """When the system has no memory for a block the save fails with its error; once there is some, staging works again."""
     stager = Stager(wait_s=0)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffers.os, "posix_fallocate", full)
+        patch.setattr(buffers.mmap, "mmap", full)
         assert "No space left" in failure(stager.stage({"t": torch.ones(10)}))
     assert stager.stage({"t": torch.ones(10)})["t"].sum() == 10
 
