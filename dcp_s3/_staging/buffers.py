@@ -202,7 +202,7 @@ class Lease:
         self._failed = False
         self._pid = os.getpid()
         self._storages: list[int] = []
-        self._tensors_dead = False
+        self._buffer: weakref.ref[memoryview] | None = None
         self._shipped: list[resource_sharer.DupFd] = []
         self._crossings = 0
         self._reader: threading.Thread | None = None
@@ -220,10 +220,14 @@ class Lease:
 
     def handed_back(self) -> bool:
         """Whether the block may be written to again."""
-        if self._crossings == 0 and self._tensors_dead:
+        if self._crossings == 0 and self.is_over():
             return True
         # Of several receivers, the first to release would speak for the others: such a block is given up instead.
         return self._crossings <= 1 and self._words.word(_HANDED_BACK) == self.number
+
+    def is_over(self) -> bool:
+        """Whether all its tensors are dead in this process."""
+        return self._buffer is not None and self._buffer() is None
 
     def fail(self) -> None:
         """Note that nobody will have its tensors: the copy has failed, or was interrupted."""
@@ -236,6 +240,7 @@ class Lease:
     def buffer(self) -> memoryview:
         """The leased memory. It lives as long as the tensors made from it, and they alone must keep it."""
         buffer = memoryview(self._region.memory)
+        self._buffer = weakref.ref(buffer)
         weakref.finalize(buffer, self._end_of_tensors).atexit = False
         return buffer
 
@@ -292,7 +297,7 @@ class Lease:
             Whether nothing is left to do.
         """
         if self._shipped and self._words.word(_RECEIVED) != self.number:
-            if not self._tensors_dead:
+            if not self.is_over():
                 return False  # the sender may still be waiting for its reply
             for handle in self._shipped:
                 with contextlib.suppress(OSError, EOFError):
@@ -300,11 +305,10 @@ class Lease:
         return True
 
     def _end_of_tensors(self) -> None:
-        # Runs in the garbage collector, in any thread: it takes no lock.
+        # Runs in the garbage collector, in any thread: it takes no lock. An interrupt may end it: see `sweep`.
         for storage in self._storages:
             if _leases.get(storage) is self:
                 _leases.pop(storage, None)
-        self._tensors_dead = True
         self._region = self._words  # a shared copy does not keep what it was made of
         if self.block is None:
             self.release()
@@ -320,6 +324,13 @@ def lease_of(tensor: torch.Tensor) -> Lease | None:
         return None
     lease = _leases.get(storage._cdata)  # noqa: SLF001 -- see Lease.tensor
     return lease if lease is not None and lease.covers(storage.data_ptr()) else None
+
+
+def sweep() -> None:
+    """Let go of leases whose tensors are dead, where an interrupt has kept them from doing so."""
+    for storage, lease in list(_leases.items()):
+        if lease.is_over():
+            _leases.pop(storage, None)
 
 
 def receive(shipment: Shipment) -> Lease:

@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import Any
 
-from dcp_s3._staging.buffers import Block, Lease, lease_of
+from dcp_s3._staging.buffers import Block, Lease, lease_of, sweep
 from dcp_s3._staging.crossing import StagedStateDict, StagingFailed, failed
 from dcp_s3._staging.snapshot import Snapshot
 
@@ -63,6 +63,7 @@ class Pool:
         Raises:
             OSError: There is no memory for it.
         """
+        sweep()
         deadline = time.monotonic() + wait_s
         while (block := self._vacant(hold, limit, wait_s, time_is_over=time.monotonic() >= deadline)) is None:
             time.sleep(_POLL_S)

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import gc
 import io
+import multiprocessing
 import pickle
 import threading
 import time
@@ -20,6 +21,7 @@ from dcp_s3._staging.crossing import FAILURE_KEY
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
 from tests.support.staging import close_stagers
+from tests.unit.test_interrupts import at_each_place
 
 def mapped_blocks():
     """Bytes of each mapping of a staging block in this process, by its start."""
@@ -305,6 +307,120 @@ def test_close_gives_the_memory_back_and_the_stager_goes_on():
     del staged, again
     stager.close()
     assert not kept_blocks()
+
+
+@pytest.mark.parametrize("attempts", [3])
+def test_an_interrupt_at_any_place(attempts):
+    """Whatever place: the next staging neither waits nor has wrong values, and one block is kept in the end, with one lease."""
+    stager = Stager(wait_s=30)
+    state = {"t": torch.full((1000,), 1.0), "nested": [torch.ones(3), {"n": 3}]}
+    kept = []  # as sys.last_exc does
+
+    def work(over):
+        try:
+            staged = stager.stage(state)
+        except BaseException as error:
+            over()
+            kept.append(error)
+            raise
+        over()
+        assert staged["t"].tolist() == [1.0] * 1000
+        del staged
+        started = time.monotonic()
+        again = stager.stage({"t": torch.full((1000,), 2.0)})
+        assert time.monotonic() - started < 5
+        assert again["t"].tolist() == [2.0] * 1000
+
+    assert at_each_place(work, step=attempts) > 100
+    kept.clear()
+    gc.collect()
+    release(stager.stage(state))
+    staged = stager.stage(state)
+    assert len(kept_blocks()) == 1
+    del staged
+
+
+# --------------------------------------------------------------------------------------------------- private and shared
+
+
+def test_memory_is_private_until_it_crosses():
+    """No descriptor is open before a state dict crosses; then it lies in shared memory, as do all later ones, in one block."""
+    stager = Stager(wait_s=10)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    before = block_of(stager.stage({"t": torch.ones(1000)}))
+    assert not open_blocks()
+    seen = []
+    for turn in range(3):
+        staged = stager.stage({"t": torch.full((1000,), float(turn)), "n": turn})
+        ours.send(staged)
+        assert len(open_blocks()) == 1
+        del staged
+        received = theirs.recv()
+        assert received["t"].tolist() == [float(turn)] * 1000
+        assert received["n"] == turn
+        release(received)
+        del received
+        seen.append(kept_blocks())
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 1
+    assert before not in seen[0]
+    buffers._received.clear()
+
+
+def test_what_crossed_is_not_written_to_before_it_is_handed_back():
+    """A crossing moves the hand-back to the receiver: while that reads, neither the sender's tensors nor theirs change."""
+    stager = Stager(wait_s=0.05)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    staged = stager.stage({"t": torch.full((1000,), 1.0)})
+    ours.send(staged)
+    received = theirs.recv()
+    second = stager.stage({"t": torch.full((1000,), 2.0)})
+    assert received["t"].tolist() == staged["t"].tolist() == [1.0] * 1000
+    del staged
+    third = stager.stage({"t": torch.full((1000,), 3.0)})
+    assert received["t"].tolist() == [1.0] * 1000
+    assert (second["t"][0], third["t"][0]) == (2.0, 3.0)
+    del received
+    buffers._received.clear()
+
+
+def test_further_shared_blocks_are_made_in_the_background():
+    """With two buffers the second shared block is there some time after the first crossing, and is what the next staging takes."""
+    stager = Stager(buffers=2, wait_s=0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    ours.send(stager.stage({"t": torch.ones(1000)}))
+    received = theirs.recv()
+    end = time.monotonic() + 10
+    while len(kept_blocks()) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    made = kept_blocks()
+    staged = stager.stage({"t": torch.ones(1000)})
+    assert block_of(staged) in made
+    assert received["t"].sum() == 1000
+    del received, staged
+    end = time.monotonic() + 10
+    while any(thread.name == "dcp_s3-staging-blocks" for thread in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    buffers._received.clear()
+
+
+def test_no_shared_memory_fails_the_save_that_crosses(monkeypatch):
+    """A crossing for which there is no memory arrives as a failed staging; the next one crosses."""
+    stager = Stager(wait_s=0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers.os, "pwrite", full)
+        ours.send(stager.stage({"t": torch.ones(10)}))
+        assert "No space left" in failure(theirs.recv())
+    ours.send(stager.stage({"t": torch.ones(10)}))
+    received = theirs.recv()
+    assert received["t"].sum() == 10
+    del received
+    buffers._received.clear()
 
 
 # ------------------------------------------------------------------------------------------------------- its failures
