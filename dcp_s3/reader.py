@@ -27,7 +27,6 @@ from torch.futures import Future
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.archive import fault_of as archive_fault
 from dcp_s3._checkpoint.archive import load_record
-from dcp_s3._checkpoint.asked import missing
 from dcp_s3._checkpoint.collector import Pause
 from dcp_s3._checkpoint.deadline import deadline_s
 from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
@@ -40,6 +39,7 @@ from dcp_s3._checkpoint.layout import (
     parse_url,
     record_name,
 )
+from dcp_s3._checkpoint.load_coverage import missing
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._checkpoint.overlap import rounds
 from dcp_s3._transfer.dataplane import Job, data_plane

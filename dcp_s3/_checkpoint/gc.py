@@ -210,9 +210,9 @@ class _Run:
         self._live += sum(info.key in live for info in (*found.stale, *found.young))
         self._waiting += sum(info.key not in live for info in found.young)
         garbage = [info for info in found.stale if info.key not in live]
-        # manifests last: until its objects are gone, a manifest tells what they were
-        garbage.sort(key=lambda info: manifest_write_id(info.key.rpartition("/")[2]) is not None)
-        if self._remove(url, records, garbage):
+        # manifests last, in a round of their own: until its objects are gone, a manifest tells what they were
+        rounds = [[info for info in garbage if _is_manifest(info) is last] for last in (False, True)]
+        if all(self._remove(url, records, keys) for keys in rounds):
             self.abort(self.uploads[url.prefix])
 
     def _remove(self, url: CheckpointUrl, records: list[Record], garbage: list[ObjectInfo]) -> bool:
@@ -289,6 +289,10 @@ class _Run:
             len(report.skipped),
         )
         return report
+
+
+def _is_manifest(info: ObjectInfo) -> bool:
+    return manifest_write_id(info.key.rpartition("/")[2]) is not None
 
 
 def _names(record: Record) -> Iterator[str]:

@@ -85,8 +85,13 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Learnt:
-    """What the store has shown of itself."""
+class Learnt:
+    """What the store has shown of itself.
+
+    Attributes:
+        sends_checksums: Bodies go with a checksum header.
+        sends_md5: Bodies go with Content-MD5.
+    """
 
     sends_checksums: bool
     sends_md5: bool = False
@@ -103,7 +108,7 @@ class DataPlane:
     def __init__(self, config: S3Config, budget: ByteBudget | None = None) -> None:
         self.config = config
         self.budget = ByteBudget(config.memory_bytes) if budget is None else budget
-        self._learnt = _Learnt(sends_checksums=config.checksum != "none")
+        self.learnt = Learnt(sends_checksums=config.checksum != "none")
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._clients = CurrentDataClients(connection_of(config))
 
@@ -113,24 +118,6 @@ class DataPlane:
         other.config = config
         other.budget = budget
         return other
-
-    @property
-    def sends_checksums(self) -> bool:
-        """Whether bodies go with a checksum header."""
-        return self._learnt.sends_checksums
-
-    @sends_checksums.setter
-    def sends_checksums(self, value: bool) -> None:
-        self._learnt.sends_checksums = value
-
-    @property
-    def sends_md5(self) -> bool:
-        """Whether bodies go with Content-MD5."""
-        return self._learnt.sends_md5
-
-    @sends_md5.setter
-    def sends_md5(self, value: bool) -> None:
-        self._learnt.sends_md5 = value
 
     async def close(self) -> None:
         """Close all connections."""
@@ -191,7 +178,7 @@ class DataPlane:
                 self.config.retry,
                 deadline=job.deadline,
                 counter=job.counter,
-                longest_s=self.config.stall_limit_s / 2,
+                longest_s=retry.longest_wait_s(self.config),
                 once=once,
             )
         except DcpS3Error as error:
@@ -238,7 +225,7 @@ class DataPlane:
 
     def checksum_params(self, crc: int, views: Sequence[memoryview]) -> dict[str, Any]:
         """Headers that let the store check a body against the CRC32C that was computed from memory."""
-        if not self.sends_checksums:
+        if not self.learnt.sends_checksums:
             return {}
         if self.config.checksum == "crc64nvme":
             value = functools.reduce(lambda value, view: crc64nvme(view, value), views, 0)
@@ -271,7 +258,7 @@ class DataPlane:
         """
         params = creation(self.config, {TOKEN_FIELD: token}, data=True)
         algorithm = {"ChecksumAlgorithm": "CRC64NVME" if self.config.checksum == "crc64nvme" else "CRC32C"}
-        if self.sends_checksums:
+        if self.learnt.sends_checksums:
             try:
                 reply = await self._create(job, key, params | algorithm)
             except StorageError as error:
@@ -327,7 +314,7 @@ class DataPlane:
             return await self._call(job, operation, method, key, base | extra, part=part, views=views, check=check)
 
         sums = self.checksum_params(crc, views) if checksums else {}
-        forms = [] if self.sends_md5 else [sums, {}] if sums and self.config.checksum == "auto" else [sums]
+        forms = [] if self.learnt.sends_md5 else [sums, {}] if sums and self.config.checksum == "auto" else [sums]
         for form in forms:
             try:
                 reply = await send(form)
@@ -337,18 +324,20 @@ class DataPlane:
                 _log.info("the store refused %s with %s (%s)", operation, list(form) or "no checksum", error.code)
             else:
                 if sums and not any(reply.get(name) for name in form):
-                    self.sends_checksums = self.config.checksum != "auto"  # refused or ignored: not worth sending
+                    self.learnt.sends_checksums = (
+                        self.config.checksum != "auto"
+                    )  # refused or ignored: not worth sending
                 return reply
         # a bucket with Object Lock wants a checksum, and an old store knows only this one
         reply = await send({"ContentMD5": await asyncio.to_thread(_md5, views)})
-        self.sends_md5, self.sends_checksums = True, False
+        self.learnt.sends_md5, self.learnt.sends_checksums = True, False
         return reply
 
     def _turn_checksums_off(self, error: StorageError) -> bool:
         if self.config.checksum != "auto" or not is_refused_as_unknown(error):
             return False
         _log.info("the store refuses checksum headers (%s); the manifest's own checksums stay", error.code)
-        self.sends_checksums = False
+        self.learnt.sends_checksums = False
         return True
 
     async def complete_upload(self, job: Job, key: str, upload_id: str, entries: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from dcp_s3.errors import DcpS3Error, DeadlineExceededError, StorageError, Stora
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dcp_s3.config import RetryPolicy
+    from dcp_s3.config import RetryPolicy, S3Config
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +143,11 @@ def backoff_s(policy: RetryPolicy, attempt: int) -> float:
     """A wait behind the ``attempt``-th try (from 1) for the loops that settle more than one request: full jitter."""
     ceiling = min(policy.max_wait_s, policy.initial_wait_s * 2.0 ** min(attempt, 30))
     return random.uniform(0.0, ceiling)  # noqa: S311 -- jitter
+
+
+def longest_wait_s(config: S3Config) -> float:
+    """Longest wait between two tries, seconds: within the stall limit, and with room for the try behind it."""
+    return config.stall_limit_s / 2
 
 
 def copy_context(source: DcpS3Error, target: DcpS3Error) -> DcpS3Error:

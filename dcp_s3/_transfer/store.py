@@ -218,7 +218,7 @@ class ControlStore:
                 self.config.retry,
                 deadline=self._deadline,
                 counter=self._counter,
-                longest_s=self.config.stall_limit_s / 2,
+                longest_s=retry.longest_wait_s(self.config),
                 once=once,
             )
         except DcpS3Error as error:

@@ -119,7 +119,7 @@ def test_parts_become_an_object(plane: DataPlane, job: Job, bucket: Bucket, endp
     for seam in (PART, 2 * PART):
         assert get(plane, job, key, seam - 10, seam + 10, etag=head.etag) == b"".join(bodies)[seam - 10 : seam + 10]
     if endpoint.name in KEEPS_CHECKSUMS:
-        assert plane.sends_checksums is KEEPS_CHECKSUMS[endpoint.name]
+        assert plane.learnt.sends_checksums is KEEPS_CHECKSUMS[endpoint.name]
 
 
 def test_an_aborted_upload(plane: DataPlane, job: Job, bucket: Bucket) -> None:

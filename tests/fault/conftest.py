@@ -156,7 +156,7 @@ def default_transfer(s3: Handle, planes: dict[str, DataPlane]) -> Transfer:
     plane = planes.get(s3.url)
     if plane is None or plane.budget.held:
         plane = planes[s3.url] = DataPlane(config_of(s3))
-    plane.sends_checksums, plane.sends_md5, plane.budget.peak = True, False, 0
+    plane.learnt.sends_checksums, plane.learnt.sends_md5, plane.budget.peak = True, False, 0
     return Transfer(s3, plane=plane)
 
 

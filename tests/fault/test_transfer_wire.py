@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +17,11 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, StorageUnavailableError
 from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.plain import PlainConnection
 from dcp_s3._transfer.pool import PlainPool
-from dcp_s3._transfer.portal import Portal, portal
 from dcp_s3._transfer.receive import Sink
 from tests.fault.conftest import KEY, Transfer, config_of, pattern, wait
 from tests.fault.server import FaultServer, reply_headers, reset
-from tests.unit.test_receive import chunked
+from tests.unit.test_receive_forms import chunks
 
 BODY = pattern(300_000)
 CALLS: dict[str, tuple[str, Callable[[Transfer], Any]]] = {
@@ -35,42 +31,50 @@ CALLS: dict[str, tuple[str, Callable[[Transfer], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_kept_connection_that_has_gone(s3: FaultServer, transfer_to: Callable[..., Transfer], call: str):
-    """A request on a kept connection that the server closes goes again at once: no attempt is counted, no endpoint avoided."""
+@pytest.fixture(params=CALLS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation that a test sends by :func:`send`."""
+    return CALLS[request.param][0]
+
+
+@pytest.fixture
+def transfer(s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
+    """A transfer layer on a store that holds an object."""
     s3.put(KEY, BODY)
-    operation, send = CALLS[call]
-    transfer = transfer_to(s3)
-    send(transfer)
+    return transfer_to(s3)
+
+
+@pytest.fixture
+def send(transfer: Transfer, operation: str) -> Callable[[], Any]:
+    """Send one request of the operation."""
+    call = next(call for name, call in CALLS.values() if name == operation)
+    return lambda: call(transfer)
+
+
+def test_a_kept_connection_that_has_gone(s3: FaultServer, transfer: Transfer, operation: str, send: Callable[[], Any]):
+    """A request on a kept connection that the server closes goes again at once: no attempt is counted, no endpoint avoided."""
+    send()
     rule = s3.on(operation, reset("head"), nth=1)
-    send(transfer)
+    send()
     assert rule.fired == 1
     assert len(s3.requests(operation)) == 3
     assert transfer.job.counter.retries == 0
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_new_connection_that_breaks(s3: FaultServer, transfer_to: Callable[..., Transfer], call: str):
+def test_a_new_connection_that_breaks(s3: FaultServer, transfer: Transfer, operation: str, send: Callable[[], Any]):
     """A request whose new connection breaks is one attempt, and the next is counted."""
-    s3.put(KEY, BODY)
-    operation, send = CALLS[call]
-    transfer = transfer_to(s3)
     s3.on(operation, reset("head"), nth=1)
-    send(transfer)
+    send()
     assert transfer.job.counter.retries == 1
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_connections_that_always_break(s3: FaultServer, transfer_to: Callable[..., Transfer], call: str):
+def test_connections_that_always_break(s3: FaultServer, transfer: Transfer, operation: str, send: Callable[[], Any]):
     """A server that closes every connection is asked as often as the policy says, and once more for a kept connection."""
-    s3.put(KEY, BODY)
-    operation, send = CALLS[call]
-    transfer = transfer_to(s3)
-    send(transfer)
+    send()
     s3.clear(state=False)
     s3.on(operation, reset("head"))
     with pytest.raises(StorageUnavailableError):
-        send(transfer)
+        send()
     assert len(s3.requests(operation)) == transfer.config.retry.max_attempts + 1
 
 
@@ -97,51 +101,6 @@ def test_bytes_that_come_slowly_are_no_silence(s3: FaultServer, transfer_to: Cal
     s3.configure(rate_bytes_s=1_200_000)
     assert transfer.get(0, len(body)) == body
     assert transfer.job.counter.retries == 0
-
-
-def test_bytes_that_go_slowly_are_no_silence():
-    """The same of bytes on their way up: progress is told at least every second while a slow peer takes them."""
-    body = memoryview(pattern(4_000_000))
-
-    def take(connection: socket.socket, pause_s: float) -> None:
-        seen = b""
-        while b"\r\n\r\n" not in seen:
-            seen += connection.recv(1000)
-        left = len(body) - len(seen.partition(b"\r\n\r\n")[2])
-        while left:
-            left -= len(connection.recv(20_000))
-            time.sleep(pause_s)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-
-    def serve(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            take(connection, 0)
-            take(connection, 0.015)
-
-    async def run(address: tuple[str, int], progress: Progress) -> None:
-        pool = PlainPool(limit=2, connect_timeout_s=5, read_timeout_s=30)
-        for _ in range(2):
-            progress.touch()
-            await pool.put(address, "/k", [("Host", "s3")], [body], progress)
-        pool.close()
-
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
-        thread.start()
-        progress = Progress()
-        work = portal().submit(run(listener.getsockname(), progress))
-        longest, started = 0.0, time.monotonic()
-        while not work.done():
-            longest = max(longest, time.monotonic() - progress.last)
-            time.sleep(0.01)
-        work.result()
-        thread.join(10)
-    assert time.monotonic() - started > 2.5
-    assert longest < 1.2
 
 
 def test_a_head_without_a_length(plain_s3: FaultServer):
@@ -207,7 +166,7 @@ def test_large_ranges_in_unusual_replies():
     head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-4999999/5000000\r\n"
     sized = head + b"Content-Length: 5000000\r\n"
     replies = [
-        head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(body, 70_001),
+        head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks(body, 70_001),
         sized.replace(b"\r\n", b"\n") + b"\n" + body,
         sized + b"x-filler: " + b"f" * 72_000 + b"\r\n\r\n" + body,
         sized + b"\r\n" + body,
@@ -217,29 +176,6 @@ def test_large_ranges_in_unusual_replies():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # threads and loops
-
-
-def test_an_error_in_the_sending_thread_ends_the_request(monkeypatch: pytest.MonkeyPatch):
-    """Whatever stops the thread that sends, the request hears of it at once, and not from a time-out."""
-
-    def fails(*_args: object) -> None:
-        raise MemoryError("no memory for this")
-
-    monkeypatch.setattr(PlainConnection, "_send_all", fails)
-
-    async def run() -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            connection = PlainConnection(ours, 60)
-            try:
-                await connection.send(b"PUT", [memoryview(b"x")], Progress())
-            finally:
-                connection.abort()
-
-    started = time.monotonic()
-    with pytest.raises(ConnectionError, match="sending failed: MemoryError"):
-        wait(run())
-    assert time.monotonic() - started < 5
 
 
 def test_another_loop_policy(plain_s3: FaultServer):
@@ -266,11 +202,3 @@ def test_another_loop_policy(plain_s3: FaultServer):
     )
     assert done.returncode == 0, done.stderr
     assert "loop/.metadata" in plain_s3.objects()
-
-
-def test_the_loop_is_our_own_choice(monkeypatch: pytest.MonkeyPatch):
-    """The loop thread's loop does not come from the policy."""
-    monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("the policy was asked"))
-    opened = Portal()
-    assert type(opened.loop) is asyncio.SelectorEventLoop
-    opened.close()

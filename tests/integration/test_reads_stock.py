@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import pickle
 import time
@@ -254,14 +255,27 @@ def test_an_overwrite_that_did_not_finish(faults, tmp_path):
     assert_same(template, state)
 
 
+def _put_clearly_later(bucket, key, *, record):
+    """Write an object anew until the store says that it is more than two seconds younger than the record."""
+    client = bucket.endpoint.client()
+
+    def modified(path):
+        return client.head_object(Bucket=bucket.name, Key=bucket.key(path))["LastModified"]
+
+    deadline = time.monotonic() + 20
+    while modified(key) - modified(record) < dt.timedelta(seconds=3):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        bucket.put(key, bucket.get(key))
+
+
 def test_the_writers_that_write_to_s3(server, bucket):
     """The records of FsspecWriter and s3torchconnector name the URL that they were written to, and a later object is found."""
     run_ranks_ok(1, _stock_writes, bucket, backend=None, env=_environ(server))
-    time.sleep(3.5)
     for name in ("fsspec-1", "s3torchconnector"):
         assert_same(load(bucket, name, {"scalar": torch.zeros(())}), {"scalar": state(DIALECTS[name])["scalar"]})
         key = next(key for key in bucket.keys(f"{name}/") if key.endswith(".distcp"))
-        bucket.put(key, bucket.get(key))
+        _put_clearly_later(bucket, key, record=f"{name}/.metadata")
         with pytest.raises(dcp.CheckpointException) as caught:
             load(bucket, name, {"scalar": torch.zeros(())})
         assert "may be a mixture" in str(failure_of(caught.value, 0))

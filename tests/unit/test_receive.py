@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_s3 import CorruptCheckpointError, StorageError, StorageUnavailableError
+from dcp_s3 import CorruptCheckpointError
 from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.receive import Connection, Reply, Sink, header_items
 
@@ -180,71 +180,6 @@ def test_replies_that_are_not_believed(head: bytes, text: str):
     assert bytes(outcome.target) == b"\xee" * len(BODY)
     assert outcome.wire.aborted
     assert not outcome.connection.reusable
-
-
-def chunked(data: bytes, size: int = 100) -> bytes:
-    """Frame a body in chunks, with an extension and a trailer."""
-    pieces = [data[at : at + size] for at in range(0, len(data), size)]
-    framed = b"".join(b"%X;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
-    return framed + b"0\r\nx-trailer: t\r\n\r\n"
-
-
-FILLER = b"".join(b"x-amz-meta-%04d: %s\r\n" % (n, b"v" * 1000) for n in range(72))
-UNUSUAL = {
-    "chunked": HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked") + chunked(BODY),
-    "blanks behind the length": HEAD.replace(b"768\r\n\r\n", b"768  \t\r\n\r\n").replace(b"768\r\nE", b"768 \t \r\nE")
-    + BODY,
-    "Bytes in capitals": HEAD.replace(b"bytes", b"Bytes") + BODY,
-    "names in capitals": HEAD.replace(b"Content-Length", b"CONTENT-LENGTH") + BODY,
-    "72 KB of headers": HEAD.replace(b"ETag", FILLER + b"ETag") + BODY,
-    "bare line feeds": HEAD.replace(b"\r\n", b"\n") + BODY,
-    "a folded header": HEAD.replace(b"a: b", b"a:\r\n b") + BODY,
-    "the length twice": HEAD.replace(b"Content-Length: 768", b"Content-Length: 768\r\nContent-Length: 768") + BODY,
-    "interim replies": b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n" + HEAD + BODY,
-    "no reason": HEAD.replace(b"206 Partial Content", b"206") + BODY,
-    "an unknown total": HEAD.replace(b"/5000", b"/*") + BODY,
-}
-
-
-@pytest.mark.parametrize("form", UNUSUAL)
-@settings(max_examples=25)
-@given(places=cuts)
-def test_what_other_stores_send(form: str, places: list[int]):
-    """Replies in any form that HTTP/1.1 allows carry their range, however they are cut, and the connection stays."""
-    outcome = Outcome(split(UNUSUAL[form], places))
-    assert outcome.error is None
-    assert outcome.reply is not None
-    assert (outcome.reply.status, outcome.reply.headers["etag"], bytes(outcome.target)) == (206, '"abc"', BODY)
-    assert outcome.connection.reusable
-
-
-@given(places=cuts)
-def test_a_body_that_ends_with_the_connection(places: list[int]):
-    """A range without a length is whole when the connection ends with its last byte, and only then."""
-    head = HEAD.replace(b"Content-Length: 768\r\n", b"Connection: close\r\n")
-    outcome = Outcome(split(head + BODY, places), end="eof")
-    assert (outcome.error, bytes(outcome.target), outcome.connection.reusable) == (None, BODY, False)
-    short = Outcome(split(head + BODY[:-1], places), end="eof")
-    assert "after 767 of 768 bytes" in str(short.error)
-    long = Outcome(split(head + BODY + b"x", places), end="eof")
-    assert "longer than the 768 bytes" in str(long.error)
-
-
-def test_a_chunked_range_of_another_length():
-    """Chunks that give less or more than the range are no range."""
-    head = HEAD.replace(b"Content-Length: 768", b"Transfer-Encoding: chunked")
-    assert "after 767 of 768 bytes" in str(Outcome([head + chunked(BODY[:-1])]).error)
-    assert "longer than the 768 bytes" in str(Outcome([head + chunked(BODY + b"x")]).error)
-
-
-@pytest.mark.parametrize("coding", [b"gzip", b"BR"])
-def test_a_compressed_range(coding: bytes):
-    """A proxy that compresses what it passes on is named at once: no other attempt could help."""
-    head = HEAD.replace(b"ETag", b"Content-Encoding: " + coding + b"\r\nETag").replace(b"Length: 768", b"Length: 400")
-    error = Outcome([head + BODY[:400]]).error
-    assert isinstance(error, StorageError)
-    assert not isinstance(error, StorageUnavailableError)
-    assert f"Content-Encoding: {coding.decode().lower()}" in str(error)
 
 
 @pytest.mark.parametrize(
