@@ -174,9 +174,8 @@ def _check_ca_bundle(path: str | None) -> None:
     if path is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-            cafile=path
-        )  # of a directory too: connections take a file
+        # a directory fails too: connections take a file
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
     except OSError as error:  # of which SSLError is one
         raise ConfigError(f"verify_tls or AWS_CA_BUNDLE names {path!r}, which is no CA bundle: {error}") from error
 
@@ -434,9 +433,8 @@ class CurrentDataClients:
             (other for other in _open if other is not self and not other.busy), key=lambda other: other.used_at
         )
         for other in idle[:-KEPT_IDLE]:
-            with contextlib.suppress(
-                Exception
-            ):  # a peer that does not let go of a connection is not this request's failure
+            # a peer that does not let go of a connection is not this request's failure
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(_CLOSE_S):
                     await other.close()
 

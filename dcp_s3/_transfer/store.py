@@ -101,9 +101,8 @@ class _Shared:
 
     def __init__(self, place: S3Config) -> None:
         self._place = place
-        self._making = (
-            threading.Lock()
-        )  # one per place: credentials that are slow to come must not hold up what has others
+        # one per place: credentials that are slow to come must not hold up what has others
+        self._making = threading.Lock()
         self.clients: ControlClients | None = None
         self.users = 0
         self.idle_since = math.inf

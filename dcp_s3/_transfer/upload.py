@@ -18,7 +18,7 @@ from dcp_s3._transfer.checksum import combine, crc32c, header_value
 from dcp_s3._transfer.faults import is_throttled
 from dcp_s3._transfer.plan import MAX_OBJECT_BYTES, MAX_PARTS
 from dcp_s3._transfer.portal import Work, portal
-from dcp_s3._transfer.retry import Counter, Deadline, backoff_s
+from dcp_s3._transfer.retry import Counter, Deadline, backoff_s, longest_wait_s
 from dcp_s3.errors import AccessDeniedError, DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ class ObjectUpload:
                 raise failure
             self._job.counter.retries += 1
             self._job.deadline.check(f"completing {self.key}")
-            await asyncio.sleep(min(backoff_s(policy, attempt), self._plane.config.stall_limit_s / 2))
+            await asyncio.sleep(min(backoff_s(policy, attempt), longest_wait_s(self._plane.config)))
         raise AssertionError
 
     async def _check_ours(self, head: Head, failure: StorageError | None) -> None:
