@@ -31,6 +31,8 @@ MOST_ATTEMPTS: Final = 10_000
 MAX_METADATA_BYTES: Final = 2048 - 256
 """S3's 2 KB, less what we need for our own.
 Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/UsingMetadata.html"""
+DEFAULT_DEADLINE_S: Final = 1500.0
+"""Deadline of a save or load for which none is set, without a process group whose time-out could be read; seconds."""
 
 _SECRET = frozenset({"secret_access_key", "session_token", "sse_customer_key"})
 _ENV_PREFIX = "DCP_S3_"

@@ -42,6 +42,7 @@ from dcp_s3._checkpoint.layout import (
 from dcp_s3._checkpoint.load_coverage import missing
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._checkpoint.overlap import rounds
+from dcp_s3._checkpoint.ranks import check_of_newest_save
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.download import Downloader
 from dcp_s3._transfer.payload import Progress
@@ -295,6 +296,7 @@ class S3StorageReader(StorageReader):
                     raise
                 load.deadline.check("reading a checkpoint that is replaced again and again")
             else:
+                check_of_newest_save(store, load.url, load.record, _write_id(metadata))
                 return metadata
 
     def _get_record(self, store: ControlStore, load: _Load) -> Fetched:
@@ -314,7 +316,7 @@ class S3StorageReader(StorageReader):
             raise
 
     def _check_manifest(self, store: ControlStore, load: _Load, metadata: Metadata, size: int) -> None:
-        write_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+        write_id = _write_id(metadata)
         # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
         ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
         load.stock = not ours
@@ -583,6 +585,10 @@ def _in_rounds(items: list[tuple[_Item, list[Piece]]]) -> list[list[Piece]]:
     for number, (_, pieces) in zip(numbers, ordered, strict=True):
         out[number] += pieces
     return out
+
+
+def _write_id(metadata: Metadata) -> str | None:
+    return metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
 
 def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:

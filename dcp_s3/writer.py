@@ -34,6 +34,7 @@ from dcp_s3._checkpoint.layout import (
 )
 from dcp_s3._checkpoint.loadable import Loadability
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.presence import check_still_there
 from dcp_s3._checkpoint.record import is_raw, opaque
 from dcp_s3._checkpoint.shard import ShardWriter
 from dcp_s3._staging.buffers import lease_of
@@ -282,7 +283,7 @@ class S3StorageWriter(StorageWriter):
             writer=f"dcp_s3 {__version__}",
             objects=entries,
         )
-        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json())
+        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json(), save.deadline)
         key = save.url.key(save.record)
         commit(
             save.store,
@@ -292,6 +293,7 @@ class S3StorageWriter(StorageWriter):
             observed=save.observed,
             conditions=save.conditions,
             deadline=save.deadline,
+            still_there=lambda: check_still_there(save.store, save.url, manifest, save.deadline),
         )
         confirmed = confirm(save.store, key, len(body), write_id=save.write_id, observed=save.observed)
         seconds = time.monotonic() - save.started

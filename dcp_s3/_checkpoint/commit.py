@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from dcp_s3._checkpoint.layout import WRITE_ID_FIELD, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._transfer.retry import backoff_s
-from dcp_s3._transfer.store import is_missing, is_precondition_failed
+from dcp_s3._transfer.store import is_missing, is_precondition_failed, save_metadata
 from dcp_s3.errors import (
     AccessDeniedError,
     CheckpointExistsError,
@@ -23,6 +23,8 @@ from dcp_s3.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcp_s3._checkpoint.layout import CheckpointUrl
     from dcp_s3._transfer.probe import Conditions
     from dcp_s3._transfer.retry import Deadline
@@ -84,13 +86,19 @@ def check_permitted(store: ControlStore, key: str, observed: Observed, condition
         ).with_context(bucket=store.bucket, key=key, operation="GetObject")
 
 
-def put_manifest(store: ControlStore, key: str, text: bytes) -> None:
+def put_manifest(store: ControlStore, key: str, text: bytes, deadline: Deadline) -> None:
     """PUT the manifest and look whether it is there: behind the commit the checkpoint before may be gone.
+
+    Args:
+        store: The bucket.
+        key: Key of the manifest.
+        text: The manifest.
+        deadline: The save's; kept with the manifest, so that no collector takes it before.
 
     Raises:
         StorageError: The store failed, or keeps something of another size.
     """
-    store.put(key, text, content_type="application/json")
+    store.put(key, text, content_type="application/json", metadata=save_metadata(deadline))
     kept = store.head(key).size
     if kept != len(text):
         raise StorageError(
@@ -107,6 +115,7 @@ def commit(
     observed: Observed,
     conditions: Conditions | None,
     deadline: Deadline,
+    still_there: Callable[[], None] | None = None,
 ) -> None:
     """PUT the record so that it replaces exactly what was observed, and find out what became of it.
 
@@ -118,6 +127,7 @@ def commit(
         observed: What the save saw at its beginning.
         conditions: What the store honours; ``None`` commits unconditionally.
         deadline: Past it nothing is committed any more.
+        still_there: Called before each PUT; raises if what the record names has been taken away.
 
     Raises:
         CommitConflictError: Another writer's record is there.
@@ -135,6 +145,13 @@ def commit(
     told: StorageError | None = None  # the last answer; an attempt that the deadline cuts short has none
     while True:
         attempt += 1
+        if still_there is not None:
+            try:
+                still_there()
+            except StorageUnavailableError as error:
+                if told is None:
+                    raise
+                raise _unknown(store, key, attempt - 1, told) from error
         try:
             store.put(
                 key,

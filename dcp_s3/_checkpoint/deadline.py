@@ -7,10 +7,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from dcp_s3.config import DEFAULT_DEADLINE_S
 from dcp_s3.errors import ConfigError
 
-DEFAULT_DEADLINE_S: Final = 1500.0
-"""Deadline of a save or load without a process group whose time-out could be read."""
 _OF_GROUP: Final = 0.9
 """Share of the process group's time-out that is the default deadline: peers must hear of a failure before it."""
 

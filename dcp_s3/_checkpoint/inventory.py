@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +18,7 @@ from dcp_s3._checkpoint.layout import (
     manifest_name,
     manifest_write_id,
     owner_of,
+    record_rank,
 )
 from dcp_s3._checkpoint.manifest import Manifest
 from dcp_s3._checkpoint.standin import RecordSummary, read_record
@@ -62,6 +64,21 @@ class Record:
     reason: str = ""
 
     @property
+    def rank(self) -> int | None:
+        """Of the rank that committed for itself; ``None`` for the checkpoint's own record."""
+        return record_rank(self.name)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks took part, as the manifest says; 0 without one."""
+        return 0 if self.manifest is None else self.manifest.world_size
+
+    @property
+    def created_unix_s(self) -> float:
+        """When its manifest was made, by the writer's clock; 0 without one."""
+        return 0.0 if self.manifest is None else self.manifest.created_unix_s
+
+    @property
     def source(self) -> str:
         """What to call it in a message."""
         return str(self.url.child(self.name))
@@ -87,14 +104,16 @@ def read_records(store: ControlStore, url: CheckpointUrl) -> list[Record]:
     Raises:
         StorageError: The store refused or failed; a missing record is no error.
     """
-    own = _read(store, url, RECORD_NAME)
+    manifests = Manifests(store, url)
+    own = _read(store, url, RECORD_NAME, manifests)
     try:
         names = sorted(rank_records(store, url), key=natural)
     except AccessDeniedError:
         if own is None:
             raise
         names = []  # who may read a checkpoint by its name need not be allowed to list
-    return [record for record in (own, *(_read(store, url, name) for name in names)) if record is not None]
+    read = in_parallel(lambda name: _read(store, url, name, manifests), names) if names else []
+    return [record for record in (own, *read) if record is not None]
 
 
 def etags(store: ControlStore, url: CheckpointUrl, names: Iterable[str]) -> dict[str, str]:
@@ -109,15 +128,16 @@ def etags(store: ControlStore, url: CheckpointUrl, names: Iterable[str]) -> dict
     return found
 
 
-def _read(store: ControlStore, url: CheckpointUrl, name: str) -> Record | None:
+def _read(store: ControlStore, url: CheckpointUrl, name: str, manifests: Manifests) -> Record | None:
     for _ in range(_TRIES):
         fetched = _get(store, url.key(name))
         if fetched is None:
             return None
-        record = _with_manifest(store, url, name, fetched)
+        record = _with_manifest(manifests, url, name, fetched)
         # between the two reads a save may have replaced the checkpoint, and deleted the old manifest
         if record.manifest is not None or etags(store, url, [name]).get(name) == fetched.info.etag:
             break
+        manifests = Manifests(store, url)
     return record
 
 
@@ -139,41 +159,66 @@ def _get(store: ControlStore, key: str) -> Fetched | None:
         raise
 
 
-def _with_manifest(store: ControlStore, url: CheckpointUrl, name: str, fetched: Fetched) -> Record:
+class Manifests:
+    """The manifests at a URL. Each is read once, however many records look for theirs; several threads may ask."""
+
+    def __init__(self, store: ControlStore, url: CheckpointUrl) -> None:
+        self._store = store
+        self._url = url
+        self._lock = threading.Lock()
+        self._all: list[tuple[str, Manifest | str]] | None = None
+
+    def of_save(self, write_id: str) -> Manifest | str | None:
+        """The manifest of a save, why it cannot be read, or ``None`` if it is not there."""
+        key = self._url.key(manifest_name(write_id))
+        fetched = _get(self._store, key)
+        if fetched is None:
+            return None
+        try:
+            manifest = Manifest.from_json(fetched.body, source=f"s3://{self._url.bucket}/{key}")
+        except CorruptCheckpointError as error:
+            return error.message
+        return manifest if manifest.write_id == write_id else f"{key} is the manifest of another save"
+
+    def all(self) -> list[tuple[str, Manifest | str]]:
+        """All of them, each with its save's write id. Empty where listing is not permitted."""
+        with self._lock:
+            if self._all is None:
+                write_ids = self._list()
+                found = zip(write_ids, in_parallel(self.of_save, write_ids) if write_ids else (), strict=True)
+                self._all = [(write_id, manifest) for write_id, manifest in found if manifest is not None]
+            return self._all
+
+    def _list(self) -> list[str]:
+        start = len(self._url.key(""))
+        try:
+            names = [info.key[start:] for info in self._store.list(self._url.key("manifest-"))]
+        except AccessDeniedError:
+            _log.debug("listing the manifests of %s is not permitted", self._url)
+            return []
+        return [write_id for name in names if (write_id := manifest_write_id(name)) is not None]
+
+
+def _with_manifest(manifests: Manifests, url: CheckpointUrl, name: str, fetched: Fetched) -> Record:
     """Find the manifest with the record's hash: by the id in the record's user metadata, else among all at the URL."""
     reason = "it has no manifest"
     hint = fetched.info.metadata.get(WRITE_ID_FIELD, "")
-    tried = set()
-    for write_id in _write_ids(store, url, hint):
-        if write_id in tried:
-            continue
-        tried.add(write_id)
-        key = url.key(manifest_name(write_id))
-        manifest_bytes = _get(store, key)
-        if manifest_bytes is None:
-            continue
-        try:
-            manifest = Manifest.from_json(manifest_bytes.body, source=f"s3://{url.bucket}/{key}")
-        except CorruptCheckpointError as error:
-            reason = error.message
-            continue
-        if manifest.record == name and manifest.write_id == write_id and manifest.describes(fetched.body):
-            return Record(url, name, fetched, manifest)
-        if write_id == hint:
-            reason = f"its bytes are not those that manifest-{write_id}.json was written for"
-    return Record(url, name, fetched, None, reason)
-
-
-def _write_ids(store: ControlStore, url: CheckpointUrl, hint: str) -> Iterator[str]:
     if is_write_id(hint):
-        yield hint
-    start = len(url.key(""))
-    try:
-        for info in store.list(url.key("manifest-")):
-            if (write_id := manifest_write_id(info.key[start:])) is not None:
-                yield write_id
-    except AccessDeniedError:
-        _log.debug("listing the manifests of %s is not permitted", url)
+        manifest = manifests.of_save(hint)
+        if isinstance(manifest, Manifest):
+            if manifest.record == name and manifest.describes(fetched.body):
+                return Record(url, name, fetched, manifest)
+            reason = f"its bytes are not those that manifest-{hint}.json was written for"
+        elif manifest is not None:
+            reason = manifest
+    for write_id, manifest in manifests.all():
+        if write_id == hint:
+            continue
+        if isinstance(manifest, str):
+            reason = manifest
+        elif manifest.record == name and manifest.describes(fetched.body):
+            return Record(url, name, fetched, manifest)
+    return Record(url, name, fetched, None, reason)
 
 
 def walk(store: ControlStore, root: CheckpointUrl) -> Iterator[CheckpointUrl]:

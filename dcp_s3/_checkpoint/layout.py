@@ -37,6 +37,7 @@ __all__ = [
     "owner_of",
     "parse_url",
     "record_name",
+    "record_rank",
 ]
 
 RECORD_NAME: Final = ".metadata"
@@ -55,7 +56,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _WRITE_ID = re.compile(r"[0-9a-f]{32}")
-_RECORD = re.compile(r"(?:__(?:0|[1-9][0-9]*))?\.metadata")
+_RECORD = re.compile(r"(?:__(0|[1-9][0-9]{0,8}))?\.metadata")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{32})\.json")
 _OURS = re.compile(
     r"(?:(?P<owner>.*)/)?(?:data/[0-9a-f]{16}/__[0-9]+_[0-9]+\.distcp|manifest-[0-9a-f]{32}\.json)", re.DOTALL
@@ -189,6 +190,12 @@ def new_token() -> str:
 def is_record_name(name: str) -> bool:
     """Whether a name directly below a URL is that of a commit record."""
     return _RECORD.fullmatch(name) is not None
+
+
+def record_rank(name: str) -> int | None:
+    """The rank in the name of a commit record; ``None`` for the checkpoint's own (and what is no record's name)."""
+    match = _RECORD.fullmatch(name)
+    return int(match[1]) if match and match[1] else None
 
 
 def is_write_id(text: object) -> bool:

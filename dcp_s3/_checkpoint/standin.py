@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from dcp_s3._checkpoint.coverage import flaw_of
 from dcp_s3._checkpoint.layout import check_relative
 from dcp_s3._checkpoint.strict_pickle import Sealed, load, reason_of, shown
 from dcp_s3.errors import CorruptCheckpointError
@@ -38,6 +40,16 @@ class Entry(NamedTuple):
     """Of the raw tensor bytes in the record; ``None`` for other records, and where another writer wrote it."""
     crc32c: bytes | None
     """Little-endian uint32 per 4 MiB of the raw tensor bytes (or of the whole record)."""
+    chunk: tuple[int, ...] | None = None
+    """Offsets of the chunk in its tensor; ``None`` for an object."""
+
+
+class TensorShape(NamedTuple):
+    """A tensor, and the chunks that it was saved in."""
+
+    sizes: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """Offsets and sizes of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,32 @@ class RecordSummary:
     """Names of the state dict's items."""
     tensor_bytes: int
     """Size of all tensors, unsharded, bytes."""
+    tensors: dict[str, TensorShape]
+
+    def flaws(self, *, partial: bool) -> list[str]:
+        """What cannot be loaded whole: a clause for each item, which begins with its name.
+
+        Args:
+            partial: The record is one rank's own, and may have a part of each tensor.
+        """
+        stored: dict[str, set[tuple[int, ...] | None]] = {}
+        for entry in self.entries:
+            stored.setdefault(entry.fqn, set()).add(entry.chunk)
+        found = []
+        for fqn in self.fqns:
+            there, tensor = stored.get(fqn, set()), self.tensors.get(fqn)
+            if tensor is None:
+                if not there:
+                    found.append(f"{fqn[:200]} is named and lies nowhere")
+                continue
+            flaw = flaw_of(tensor.sizes, tensor.chunks, partial=partial)
+            if flaw is None and len(there) < len(tensor.chunks):
+                nowhere = [begin for begin, sizes in tensor.chunks if begin not in there and 0 not in sizes]
+                if nowhere:
+                    flaw = f"is not whole: {len(nowhere)} of its {len(tensor.chunks)} chunks lie nowhere"
+            if flaw is not None:
+                found.append(f"{fqn[:200]} {flaw}")
+        return found
 
 
 class _Bag(metaclass=Sealed):
@@ -185,11 +223,13 @@ def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
     if type(items) is not dict or type(storage) is not dict:
         raise CorruptCheckpointError(f"{source} is damaged: its state_dict_metadata or storage_data is no dict")
     tensor_bytes = 0
+    tensors = {}
     for fqn, item in items.items():
         if type(fqn) is not str or type(item) not in (_TensorStorageMetadata, _BytesStorageMetadata):
             raise CorruptCheckpointError(f"{source} is damaged: the entry {shown(fqn)} is no tensor and no object")
         if type(item) is _TensorStorageMetadata:
             tensor_bytes += _tensor_bytes(item.__dict__, fqn, source)
+            tensors[fqn] = _shape(item.__dict__, fqn, source)
     check_storage_infos(storage.values(), kind=_StorageInfo, source=source)
     entries = []
     for index, info in storage.items():
@@ -205,6 +245,7 @@ def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
                 where["length"],
                 where.get("raw_offset"),
                 where.get("crc32c"),
+                index.__dict__.get("offset"),
             )
         )
     save_id = meta.__dict__.get("save_id") if type(meta) is _StorageMeta else None
@@ -213,6 +254,7 @@ def _summary(fields: dict[str, Any], source: str) -> RecordSummary:
         entries=tuple(entries),
         fqns=tuple(items),
         tensor_bytes=tensor_bytes,
+        tensors=tensors,
     )
 
 
@@ -221,6 +263,18 @@ def _tensor_bytes(fields: dict[str, Any], fqn: str, source: str) -> int:
     if type(size) is not _Numbers or type(dtype) is not str or not all(0 <= n <= _MAX_INT for n in size):
         raise CorruptCheckpointError(f"{source} is damaged: the shape or dtype of {fqn[:200]!r} is impossible")
     return math.prod(size) * _itemsize(dtype)
+
+
+def _shape(fields: dict[str, Any], fqn: str, source: str) -> TensorShape:
+    chunks = fields["chunks"]
+    if type(chunks) is list and {_Bag}.issuperset(map(type, chunks)):
+        places = [(chunk.__dict__["offsets"], chunk.__dict__["sizes"]) for chunk in chunks]
+        # a custom planner may have put other sequences there than torch.Size
+        if {_Numbers, tuple, list}.issuperset(map(type, chain.from_iterable(places))):
+            numbers = list(chain.from_iterable(chain.from_iterable(places)))
+            if {int}.issuperset(map(type, numbers)) and all(-_MAX_INT <= number <= _MAX_INT for number in numbers):
+                return TensorShape(fields["size"], tuple((tuple(offsets), tuple(sizes)) for offsets, sizes in places))
+    raise CorruptCheckpointError(f"{source} is damaged: the chunks of {fqn[:200]!r} are impossible")
 
 
 def check_storage_infos(infos: Collection[Any], *, kind: type, source: str) -> None:

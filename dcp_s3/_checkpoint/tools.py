@@ -9,6 +9,7 @@ from dcp_s3._checkpoint import gc
 from dcp_s3._checkpoint.gc import GarbageReport
 from dcp_s3._checkpoint.inventory import in_parallel, natural, read_records, walk
 from dcp_s3._checkpoint.layout import parse_url
+from dcp_s3._checkpoint.ranks import newest_save
 from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3.config import S3Config
@@ -83,6 +84,8 @@ def list_checkpoints(url: str | os.PathLike[str], *, config: S3Config | None = N
 def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
     if not records:
         return None
+    found = newest_save(records)
+    records = list(found.records)
     times = [time for record in records if (time := record.fetched.info.last_modified) is not None]
     sizes: dict[str, int] = {}
     write_ids: set[str | None] = set()
@@ -100,10 +103,14 @@ def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
         write_ids.add(summary.write_id)
         for entry in summary.entries:
             sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-        if record.is_ours(summary):
+        if flaws := summary.flaws(partial=record.rank is not None):
+            state = f"corrupt: {record.name}: {flaws[0]}"
+        elif record.is_ours(summary):
             state = f"corrupt: {record.name}: {record.reason}"
         elif state == "complete":
             state = "stock"
+    if found.problem and not state.startswith("corrupt"):
+        state = f"corrupt: {found.problem}"
     return CheckpointInfo(
         url=str(url),
         records=tuple(record.name for record in records),
@@ -151,9 +158,10 @@ def collect_garbage(
     Args:
         url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
         dry_run: Only report.
-        older_than_s: The margin, seconds; at least the save deadline and 900 s more.
+        older_than_s: The margin, seconds; at least the save deadline and 900 s more. What a save wrote that may take longer
+            waits for that save's own deadline, which is kept with its objects.
         config: Default: from the environment. Its ``save_deadline_s`` should be that of the writers.
-        no_writer_runs: Allow a smaller margin.
+        no_writer_runs: Allow a smaller margin, and let it alone count.
 
     Raises:
         ConfigError: The URL, the configuration or the margin is wrong.
@@ -162,7 +170,9 @@ def collect_garbage(
     root = parse_url(url)
     config = config if config is not None else S3Config.from_env()
     gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
-    return gc.collect(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+    return gc.collect(
+        _open(root, config), root, dry_run=dry_run, older_than_s=older_than_s, no_writer_runs=no_writer_runs
+    )
 
 
 def abort_stale_uploads(
@@ -189,7 +199,9 @@ def abort_stale_uploads(
     root = parse_url(url)
     config = config if config is not None else S3Config.from_env()
     gc.check_margin(older_than_s, config.save_deadline_s, no_writer_runs=no_writer_runs)
-    return gc.abort_uploads(_open(root, config), root, dry_run=dry_run, older_than_s=older_than_s)
+    return gc.abort_uploads(
+        _open(root, config), root, dry_run=dry_run, older_than_s=older_than_s, no_writer_runs=no_writer_runs
+    )
 
 
 def _open(url: CheckpointUrl, config: S3Config | None) -> ControlStore:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp_s3._checkpoint.inventory import Record, etags, in_parallel, read_records
+from dcp_s3._checkpoint.ranks import newest_save
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.store import is_missing
 from dcp_s3.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError, StorageError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 SLICE_BYTES: Final = 8 << 20
 """A part is read in requests of this size; each thread holds one."""
 _SHOWN: Final = 3
+_NAMED: Final = 20
 _REMEDY: Final = "restore it (an older version, a replica), or use an earlier checkpoint"
 
 
@@ -75,7 +77,16 @@ def verify_checkpoint(store: ControlStore, url: CheckpointUrl, *, deep: bool) ->
     if not records:
         raise CheckpointNotFoundError(f"there is no checkpoint at {url}: neither .metadata nor __<rank>.metadata")
     check = _Check(store, url)
-    for record in records:
+    found = newest_save(records)
+    if found.problem:
+        check.problems.append(f"{url}: {found.problem}")
+    if found.note:
+        check.notes.append(f"{url}: {found.note}")
+    check.notes += [
+        f"{record.source} is no part of this checkpoint, and was not checked: it is of an older save, or hidden by .metadata"
+        for record in found.stale
+    ]
+    for record in found.records:
         check.record(record, deep=deep)
     if check.problems:
         known = {record.name: record.fetched.info.etag for record in records}
@@ -107,6 +118,11 @@ class _Check:
         except CorruptCheckpointError as error:
             self.problems.append(f"{error.message}; {_REMEDY}")
             return
+        if flaws := summary.flaws(partial=record.rank is not None):
+            more = f", and {len(flaws) - _NAMED} more" if len(flaws) > _NAMED else ""
+            self.problems.append(
+                f"{record.source}: {'; '.join(flaws[:_NAMED])}{more}: no load can give them; {_REMEDY}"
+            )
         manifest = record.manifest
         listed: dict[str, ObjectEntry] = {}
         if manifest is not None:

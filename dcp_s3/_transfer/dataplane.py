@@ -26,7 +26,7 @@ from dcp_s3._transfer.payload import Progress
 from dcp_s3._transfer.portal import ended, on_fork, portal
 from dcp_s3._transfer.receive import Sink, content_range
 from dcp_s3._transfer.session import GIVEN, Given
-from dcp_s3._transfer.store import creation, encryption
+from dcp_s3._transfer.store import creation, encryption, save_metadata
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError
 
 if TYPE_CHECKING:
@@ -246,7 +246,9 @@ class DataPlane:
             Size, ETag and token.
         """
         size = sum(map(len, views))
-        base = {"ContentLength": size} | creation(self.config, {TOKEN_FIELD: token}, data=True)
+        base = {"ContentLength": size} | creation(
+            self.config, {TOKEN_FIELD: token} | save_metadata(job.deadline), data=True
+        )
         reply = await self._send_body(job, "PutObject", "put_object", key, base, views, crc)
         return Head(size, str(reply.get("ETag", "")), token)
 
@@ -256,7 +258,7 @@ class DataPlane:
         Returns:
             The upload id, and whether its parts carry checksums.
         """
-        params = creation(self.config, {TOKEN_FIELD: token}, data=True)
+        params = creation(self.config, {TOKEN_FIELD: token} | save_metadata(job.deadline), data=True)
         algorithm = {"ChecksumAlgorithm": "CRC64NVME" if self.config.checksum == "crc64nvme" else "CRC32C"}
         if self.learnt.sends_checksums:
             try:

@@ -93,6 +93,15 @@ def creation(config: S3Config, metadata: dict[str, str] | None, *, data: bool) -
     return options
 
 
+SAVE_FIELD: Final = "dcp-s3-save-s"
+"""User metadata of what a save writes before its record: the save's deadline, whole seconds."""
+
+
+def save_metadata(deadline: Deadline) -> dict[str, str]:
+    """What a collector of garbage must know of a save whose objects it finds: how long it may take."""
+    return {SAVE_FIELD: str(math.ceil(deadline.seconds))}
+
+
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 

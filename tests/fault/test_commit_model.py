@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dcp_s3 import CommitConflictError, StorageUnavailableError
 from dcp_s3._checkpoint import commit as commit_module
-from dcp_s3._checkpoint import gc
+from dcp_s3._checkpoint import gc, inventory
 from dcp_s3._checkpoint.commit import commit, delete_replaced, observe
 from dcp_s3._checkpoint.layout import data_key, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
@@ -115,7 +115,8 @@ class Commits(RuleBasedStateMachine):
         self.patch.setattr(retry, "_now", lambda: self.world.clock_s)
         self.patch.setattr(commit_module, "time", types.SimpleNamespace(sleep=self._pass))
         self.patch.setattr(commit_module, "ThreadPoolExecutor", Serial)
-        self.patch.setattr(gc, "in_parallel", lambda work, items: [work(item) for item in items])
+        for module in (gc, inventory):
+            self.patch.setattr(module, "in_parallel", lambda work, items: [work(item) for item in items])
 
     def _pass(self, seconds: float) -> None:
         self.world.clock_s += seconds

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from dcp_s3 import AccessDeniedError, StorageError
 from dcp_s3._checkpoint.layout import CheckpointUrl, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
@@ -123,6 +125,8 @@ def save(
     record: str = ".metadata",
     manifest: bool = True,
     hint: bool = True,
+    world_size: int = 1,
+    change: Callable[[Metadata], None] = lambda metadata: None,
 ) -> list[str]:
     """Put a whole small checkpoint (4 chunks of 1,088 bytes and an object of 400); return its keys, the record's last."""
     path = f"data/{token}/__0_0.distcp"
@@ -130,6 +134,7 @@ def save(
     etag = store.put(url.key(path), body)
     metadata = make_metadata(path=path)
     metadata.storage_meta.save_id = write_id
+    change(metadata)
     data = dumps(metadata)
     crcs = tuple(crc32c(body[start : start + PART]) for start in range(0, len(body), PART))
     entry = ObjectEntry(key=path, size=len(body), etag=etag, part_bytes=PART, crc32c=crcs)
@@ -138,7 +143,7 @@ def save(
         record=record,
         metadata_sha256=hashlib.sha256(data).hexdigest(),
         metadata_bytes=len(data),
-        world_size=1,
+        world_size=world_size,
         created_unix_s=0.0,
         writer="test",
         objects=(entry,),
@@ -152,13 +157,16 @@ def save(
     return keys
 
 
-def stock(store: FakeStore, url: CheckpointUrl) -> list[str]:
+def stock(
+    store: FakeStore, url: CheckpointUrl, *, change: Callable[[Metadata], None] = lambda metadata: None
+) -> list[str]:
     """Put a checkpoint as FileSystemWriter lays it out."""
     metadata = make_metadata(path="__0_0.distcp")
     metadata.storage_meta.save_id = "66f5e56c-1d57-4b25-b950-52c2254a8d6e"
     for info in metadata.storage_data.values():
         vars(info).pop("raw_offset", None)
         vars(info).pop("crc32c", None)
+    change(metadata)
     store.put(url.key("__0_0.distcp"), bytes(4752))
     store.put(url.key(".metadata"), dumps(metadata))
     return [url.key("__0_0.distcp"), url.key(".metadata")]

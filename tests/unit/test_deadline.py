@@ -33,7 +33,7 @@ def test_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (S3Config().save_deadline_s, S3Config().load_deadline_s) == (None, None)
     assert deadline_s(None, "save_deadline_s") == 1500.0
     assert _in_force(monkeypatch) == (1500.0, 1500.0)
-    assert gc.DEFAULT_SAVE_DEADLINE_S == 1500.0
+    assert gc.DEFAULT_DEADLINE_S == 1500.0
 
 
 @pytest.mark.parametrize("timeout_s, expected", [(1800.0, 1620.0), (600.0, 540.0), (10_000.0, 9000.0)])

@@ -413,3 +413,71 @@ def test_whatever_was_saved_the_live_checkpoints_stay(saves: list, age_days: int
     report = collect(store)
     assert set(store.objects) == (live if age_days > 1 else everything)
     assert report.skipped == ()
+
+
+def of_a_long_save(store: FakeStore, token: str, deadline: str, objects: int = 1) -> list[str]:
+    """Put what a save with this deadline has written by now."""
+    keys = [f"run/data/{token}/__0_{n}.distcp" for n in range(objects)]
+    for key in keys:
+        store.put(key, b"long", metadata={"dcp-s3-token": token, "dcp-s3-save-s": deadline})
+    return keys
+
+
+def test_a_save_tells_how_long_it_may_take(store: FakeStore) -> None:
+    """Beyond the margin its objects wait for its deadline and 900 s; one request asks for all of a rank. Then they go."""
+    keys = of_a_long_save(store, "4" * 16, "172800", objects=5)
+    for age in (DAY + HOUR, 2 * DAY + dt.timedelta(seconds=900)):
+        store.now = store.objects[keys[0]].made + age
+        store.log.clear()
+        report = collect(store, dry_run=True)
+        assert report.waiting == 5
+        assert "173700 s" in report.notes[0]
+        assert [key for operation, key in store.log if operation == "head" and "4444" in key] == keys[:1]
+        assert not set(keys) & set(report.removed)
+    store.now += dt.timedelta(seconds=1)
+    report = collect(store)
+    assert set(keys) < set(report.removed)
+    assert (report.waiting, report.notes) == (0, ())
+
+
+def test_where_no_writer_runs_nothing_is_asked(store: FakeStore) -> None:
+    """The margin alone counts then, and no object is looked at."""
+    keys = of_a_long_save(store, "4" * 16, "172800")
+    store.now += DAY + HOUR
+    report = gc.collect(store, RUN, dry_run=True, older_than_s=86400, no_writer_runs=True)
+    assert set(keys) < set(report.removed)
+    assert not [key for operation, key in store.log if operation == "head" and "/data/" in key]
+
+
+@pytest.mark.parametrize("deadline", ["", "soon", "-5", "1e9", "\u0663", "9" * 400])
+def test_what_is_no_deadline_is_not_taken_for_one(store: FakeStore, deadline: str) -> None:
+    """Whatever stands there in place of seconds: the margin decides."""
+    keys = of_a_long_save(store, "4" * 16, deadline)
+    store.now += DAY + HOUR
+    assert set(keys) < set(collect(store).removed)
+
+
+def test_objects_that_cannot_be_asked_stay(store: FakeStore) -> None:
+    """A store that refuses the question says nothing of the deadline: what it is about is left, and the report says why."""
+    keys = of_a_long_save(store, "4" * 16, "60")
+    store.now += DAY + HOUR
+    store.before = lambda operation, key: denied(operation, key) if (operation, key) == ("head", keys[0]) else None
+    report = collect(store)
+    assert (report.removed, report.waiting) == (GARBAGE, 1)
+    assert "could not be asked" in report.notes[0]
+
+
+@pytest.mark.parametrize("beside", ["in its folder", "at its url", "nowhere"])
+def test_an_upload_of_a_long_save(store: FakeStore, beside: str) -> None:
+    """An upload says nothing itself: an object of the same rank, or another one at the URL, tells how long it may take."""
+    for key in [key for key in store.objects if "/data/" in key or key.endswith(".metadata")]:
+        del store.objects[key]
+    if beside != "nowhere":
+        of_a_long_save(store, "5" * 16 if beside == "in its folder" else "3" * 16, "172800")
+    store.start_upload(f"run/data/{'5' * 16}/__0_1.distcp")
+    store.now += DAY + HOUR
+    for run in (gc.collect, gc.abort_uploads):
+        report = run(store, RUN, dry_run=True, older_than_s=86400)
+        assert len(report.aborted) == (beside == "nowhere")
+    store.now += DAY
+    assert len(gc.abort_uploads(store, RUN, dry_run=False, older_than_s=86400).aborted) == 1

@@ -29,8 +29,8 @@ def test_a_record_of_ours() -> None:
     summary = read_record(dumps(make_metadata(tensors=1)), source=SOURCE)
     assert summary.write_id == WRITE_ID
     assert summary.entries == (
-        Entry("model.layers.0.weight", PATH, 0, 1088, 960, b"\x00\x00\x00\x00"),
-        Entry("model.layers.0.weight", PATH, 1088, 1088, 960, b"\x00\x00\x00\x00"),
+        Entry("model.layers.0.weight", PATH, 0, 1088, 960, b"\x00\x00\x00\x00", (0, 0)),
+        Entry("model.layers.0.weight", PATH, 1088, 1088, 960, b"\x00\x00\x00\x00", (4, 0)),
         Entry("step", PATH, 2176, 400, None, b"\x01\x00\x00\x00"),
     )
     assert summary.fqns == ("model.layers.0.weight", "step")
