@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -21,8 +22,18 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint import metadata as record_format
 from dcp_s3._checkpoint.collector import Pause, gc_paused
-from dcp_s3._checkpoint.commit import Observed, check_permitted, commit, confirm, delete_replaced, observe, put_manifest
-from dcp_s3._checkpoint.deadline import deadline_s
+from dcp_s3._checkpoint.commit import (
+    Observed,
+    check_permitted,
+    commit,
+    condition_of,
+    confirm,
+    delete_replaced,
+    look,
+    put_manifest,
+)
+from dcp_s3._checkpoint.coverage import flaw_of
+from dcp_s3._checkpoint.deadline import deadline_s, outlasting_s
 from dcp_s3._checkpoint.layout import (
     CheckpointUrl,
     join_id,
@@ -39,6 +50,7 @@ from dcp_s3._checkpoint.record import is_raw, opaque
 from dcp_s3._checkpoint.shard import ShardWriter
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
+from dcp_s3._staging.turn import World, take_turn, wait_for_saves
 from dcp_s3._transfer.dataplane import Job, data_plane
 from dcp_s3._transfer.pace import Pace
 from dcp_s3._transfer.payload import Progress
@@ -55,6 +67,7 @@ if TYPE_CHECKING:
 
     from dcp_s3._staging.buffers import Lease
     from dcp_s3._staging.stager import Stager
+    from dcp_s3._staging.turn import Turn
     from dcp_s3._transfer.upload import ObjectReceipt
 
 __all__ = ["S3StorageWriter"]
@@ -79,6 +92,7 @@ class _Save:
     store: ControlStore
     job: Job
     pause: Pause
+    turn: Turn | None = None
     write_id: str = field(default_factory=new_write_id)
     started: float = field(default_factory=time.monotonic)
     observed: Observed | None = None
@@ -88,6 +102,11 @@ class _Save:
     @property
     def record(self) -> str:
         return record_name(None if self.use_collectives else self.rank)
+
+    @property
+    def other_record(self) -> str:
+        """A record that is there if the last save to this URL was of the other kind."""
+        return record_name(0 if self.use_collectives else None)
 
 
 class S3StorageWriter(StorageWriter):
@@ -159,12 +178,21 @@ class S3StorageWriter(StorageWriter):
         rank = int(kwargs.get("rank") or 0)
         url = getattr(self._local, "next_url", None) or self._base
         self._local.next_url = None
-        with _failure_told(url, rank):
+        turn = take_turn()
+        if turn is not None:
+            turn.place, turn.rank = str(url), rank
+        with _failure_told(url, rank, turn):
             if url is None:
                 raise ConfigError(
                     "nowhere to save to: give S3StorageWriter a url, or dcp.save / dcp.async_save a checkpoint_id"
                 )
-            deadline = Deadline(deadline_s(self._config.save_deadline_s, "save_deadline_s"))
+            limit_s = deadline_s(self._config.save_deadline_s, "save_deadline_s")
+            if turn is None:
+                wait_for_saves(outlasting_s(limit_s))
+            else:
+                turn.wait(outlasting_s(limit_s))
+                turn.check_world()
+            deadline = Deadline(limit_s)
             counter = Counter()
             self._local.save = _Save(
                 url=url,
@@ -175,6 +203,7 @@ class S3StorageWriter(StorageWriter):
                 store=ControlStore(self._config, url.bucket, deadline=deadline, rank=rank, counter=counter),
                 job=Job(url.bucket, deadline, counter, Progress(), rank),
                 pause=Pause(),
+                turn=turn,
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -185,12 +214,13 @@ class S3StorageWriter(StorageWriter):
         """On the coordinator: look at what the save will replace, before a byte is sent.
 
         Raises:
-            CheckpointExistsError: ``overwrite=False`` and a checkpoint is there; on every rank, through DCP.
+            CheckpointExistsError: ``overwrite=False`` and a checkpoint is there, or one is there that was saved with another
+                ``use_collectives``; on every rank, through DCP.
         """
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.turn):
             key = save.url.key(save.record)
-            save.observed = observe(save.store, key)
+            save.observed = look(save.store, key, save.url.key(save.other_record))
             if save.observed.etag is not None and not self._overwrite:
                 raise CheckpointExistsError(
                     f"{save.url} already holds a checkpoint and overwrite=False; choose another id or overwrite=True"
@@ -205,11 +235,13 @@ class S3StorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's items. Returns when every object is complete and verified."""
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.turn):
             try:
                 results = self._write(save, plan, planner)
             finally:
                 save.pause.end_in(_RESULTS_S)
+        if save.turn is not None and save.use_collectives and not save.coordinator:
+            save.turn.settled = True  # the rest is the coordinator's, and so is telling what becomes of it
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -222,17 +254,19 @@ class S3StorageWriter(StorageWriter):
             results: All ranks' write results.
         """
         save = self._current()
-        with _failure_told(save.url, save.rank):
+        with _failure_told(save.url, save.rank, save.turn):
             try:
                 self._finish(save, metadata, results)
             finally:
                 save.pause.end()
+        if save.turn is not None:
+            save.turn.settled = True
 
     # ------------------------------------------------------------------ DCP's AsyncStager
 
     def stage(self, state_dict: dict[str, Any]) -> Any:  # noqa: ANN401 -- a state dict, or a future of one
         """Copy a state dict so that training may go on at once. Never raises: a failure is raised in the save."""
-        return self._stager().stage(state_dict)
+        return self._stager().stage(state_dict, place=None if self._base is None else str(self._base))
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -271,6 +305,7 @@ class S3StorageWriter(StorageWriter):
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
             metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
+            _check_coverage(metadata, partial=not save.use_collectives)
             _correct_dtypes(metadata)
             body = record_format.dumps(metadata)
         manifest = Manifest(
@@ -278,10 +313,11 @@ class S3StorageWriter(StorageWriter):
             record=save.record,
             metadata_sha256=hashlib.sha256(body).hexdigest(),
             metadata_bytes=len(body),
-            world_size=len(results),
+            world_size=len(results) if save.use_collectives else World.now().size,
             created_unix_s=time.time(),
             writer=f"dcp_s3 {__version__}",
             objects=entries,
+            conditional=any(condition_of(save.observed, save.conditions)),
         )
         put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json(), save.deadline)
         key = save.url.key(save.record)
@@ -302,8 +338,12 @@ class S3StorageWriter(StorageWriter):
             "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
             save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
         )  # fmt: skip
-        if confirmed:
-            delete_replaced(save.store, save.url, save.observed)
+        if confirmed and save.observed.write_id is not None:
+            if save.conditions is not None and save.conditions.replace is not None:
+                delete_replaced(save.store, save.url, save.observed)
+            else:
+                # a PUT of its record that was repeated may arrive yet, over ours, and needs what it names
+                _log.info("the store does not honour If-Match: what %s has replaced is left to dcp-s3 gc", save.url)
 
     def _conditions(self, save: _Save) -> Conditions | None:
         mode = self._config.conditional_commit
@@ -385,15 +425,20 @@ class S3StorageWriter(StorageWriter):
 
 
 @contextlib.contextmanager
-def _failure_told(url: CheckpointUrl | None, rank: int) -> Iterator[None]:
-    """Log what a save fails of: it may run in the background, and nobody may ever ask its future."""
+def _failure_told(url: CheckpointUrl | None, rank: int, turn: Turn | None) -> Iterator[None]:
+    """Log what a save in the background fails of: nobody may ever ask its future. Others hear of it by the exception."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, DcpS3Error):
             error.with_context(rank=rank)
         told = str(error) if isinstance(error, DcpS3Error) else f"{type(error).__name__}: {error}"
-        _log.error("the save of %s failed on rank %d: %s", url, rank, told)
+        background = turn is not None or threading.current_thread() is not threading.main_thread()
+        _log.log(
+            logging.ERROR if background else logging.DEBUG, "the save of %s failed on rank %d: %s", url, rank, told
+        )
+        if turn is not None:
+            turn.settled = True
         raise
 
 
@@ -437,6 +482,35 @@ def _take_entries(results: list[list[WriteResult]]) -> tuple[ObjectEntry, ...]:
             for key, size, etag, part_bytes, crcs in one_rank[0].storage_data.__dict__.pop("objects", ()):
                 found.append(ObjectEntry(key=key, size=size, etag=etag, part_bytes=part_bytes, crc32c=crcs))
     return tuple(sorted(found, key=lambda entry: entry.key))
+
+
+def _check_coverage(metadata: Metadata, *, partial: bool) -> None:
+    """Refuse to commit tensors that could not be loaded whole. DCP looks at this only if several ranks save together.
+
+    Args:
+        metadata: The global metadata.
+        partial: It is one rank's own, which need hold no more than that rank's shards.
+
+    Raises:
+        ConfigError: A tensor has elements that nobody has saved, or that several have.
+    """
+    flawed = []
+    written = collections.Counter(index.fqn for index in metadata.storage_data)
+    for name, item in metadata.state_dict_metadata.items():
+        flaw, records = None, 1
+        if isinstance(item, TensorStorageMetadata):
+            flaw = flaw_of(item.size, [(chunk.offsets, chunk.sizes) for chunk in item.chunks], partial=partial)
+            records = len(item.chunks)
+        if flaw is None and written[name] < records:
+            flaw = f"is not whole: {written[name]} of its {records} records were written"
+        if flaw is not None:
+            flawed.append(f"{name} {flaw}")
+    if flawed:
+        more = f" (and {len(flawed) - 1} other tensors have such faults)" if len(flawed) > 1 else ""
+        raise ConfigError(
+            f"{flawed[0]}{more}; nothing was committed, and what was there before stands. Save the shards of all ranks in one "
+            "save of their process group (without no_dist), or each rank's own with use_collectives=False"
+        )
 
 
 def _correct_dtypes(metadata: Metadata) -> None:

@@ -70,7 +70,54 @@ def observe(store: ControlStore, key: str) -> Observed:
         if error.status != 416:
             raise
         info = store.head(key)  # an empty object, by nobody's rules a checkpoint; it is replaced like one
-    return Observed(info.etag, info.metadata.get(WRITE_ID_FIELD))
+    return Observed(_strong(info.etag), info.metadata.get(WRITE_ID_FIELD))
+
+
+def look(store: ControlStore, key: str, other: str) -> Observed:
+    """Look at a save's record, and beside that whether there is one of the other kind (``use_collectives``).
+
+    Args:
+        store: The bucket.
+        key: Key of the record that the save will write.
+        other: Key of a record that must not be there: readers would go on loading the one, or mix both.
+
+    Raises:
+        CheckpointExistsError: The other one is there.
+        StorageError: As of :func:`observe`.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dcp_s3-look") as pool:
+        try:
+            looking = pool.submit(_is_there, store, other)
+        except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
+            looking = None
+        observed = observe(store, key)
+        found = looking.result() if looking is not None else _is_there(store, other)
+    if found:
+        folder, name = other.rpartition("/")[::2]
+        alone = name != ".metadata"
+        raise CheckpointExistsError(
+            f"a checkpoint of another kind is there ({name}, saved with use_collectives={not alone}), and this save has "
+            f"use_collectives={alone}: readers would load the old one, or parts of both. Nothing was sent. Save to another URL, "
+            f"or delete that checkpoint first (all below s3://{store.bucket}/{folder}{'/' if folder else ''})"
+        ).with_context(bucket=store.bucket, key=other)
+    return observed
+
+
+def _is_there(store: ControlStore, key: str) -> bool:
+    try:
+        store.head(key)
+    except AccessDeniedError:  # without ListBucket so is a key that is not there
+        return False
+    except StorageError as error:
+        if is_missing(error):
+            return False
+        raise
+    return True
+
+
+def _strong(etag: str) -> str:
+    """An ETag as conditions compare it: a gateway may call that of a GET weak (RFC 9110, section 8.8.3)."""
+    return etag.removeprefix("W/")
 
 
 def check_permitted(store: ControlStore, key: str, observed: Observed, conditions: Conditions | None) -> None:
@@ -84,6 +131,15 @@ def check_permitted(store: ControlStore, key: str, observed: Observed, condition
             "reading the record is not permitted and the store does not honour If-None-Match, so an existing checkpoint could "
             "be overwritten unseen; allow GetObject and ListBucket on the prefix"
         ).with_context(bucket=store.bucket, key=key, operation="GetObject")
+
+
+def condition_of(observed: Observed, conditions: Conditions | None) -> tuple[str | None, bool]:
+    """What the record's PUT carries as ``If-Match``, and whether it carries ``If-None-Match``."""
+    if conditions is None:
+        return None, False
+    if observed.etag is None:
+        return None, conditions.create
+    return conditions.match_value(observed.etag), False
 
 
 def put_manifest(store: ControlStore, key: str, text: bytes, deadline: Deadline) -> None:
@@ -137,8 +193,7 @@ def commit(
         StorageUnavailableError: The outcome is unknown.
         StorageError: The store refused the PUT.
     """
-    if_match = conditions.match_value(observed.etag) if conditions and observed.etag is not None else None
-    if_none_match = observed.etag is None and conditions is not None and conditions.create
+    if_match, if_none_match = condition_of(observed, conditions)
     check_permitted(store, key, observed, conditions)
     deadline.check("about to commit; nothing was committed")
     refusals = attempt = 0
@@ -187,7 +242,22 @@ def commit(
         if there == "ours":
             return
         refusals += is_precondition_failed(failure)
-        if there == "foreign" or refusals >= _REFUSALS:
+        if there == "unchanged" and refusals >= _REFUSALS:
+            raise StorageError(
+                f"the store refused the commit's {'If-Match' if if_match is not None else 'If-None-Match'} {refusals} times, though "
+                f"s3://{store.bucket}/{key} is as this save found it: conditional PUTs do not work through this endpoint (does "
+                "something in between change ETags or conditions?). What is there stands, ours is not there; "
+                "conditional_commit='off' saves without conditions"
+            ).with_context(
+                bucket=store.bucket,
+                key=key,
+                operation="PutObject",
+                status=failure.status,
+                code=failure.code,
+                request_id=failure.request_id,
+                attempts=attempt,
+            ) from failure
+        if there == "foreign":
             place = f"s3://{store.bucket}/{key}"
             why = (
                 f"another writer wrote or deleted {place} after this save had looked"
@@ -197,6 +267,8 @@ def commit(
             raise CommitConflictError(f"{why}; what is there now stands, ours is not there").with_context(
                 bucket=store.bucket, key=key, operation="PutObject", attempts=attempt
             ) from failure
+        if conditions is not None and if_match is not None and is_precondition_failed(failure):
+            if_match = _other_form(store, key, body, observed, conditions) or if_match
         pause = backoff_s(store.config.retry, attempt)
         if deadline.remaining() <= pause:
             raise _unknown(store, key, attempt, told) from failure
@@ -228,7 +300,18 @@ def _read_back(store: ControlStore, key: str, body: bytes, observed: Observed) -
         raise
     if len(there.body) == len(body) and hashlib.sha256(there.body).digest() == hashlib.sha256(body).digest():
         return "ours"
-    return "unchanged" if observed.etag is not None and there.info.etag == observed.etag else "foreign"
+    return "unchanged" if observed.etag is not None and _strong(there.info.etag) == observed.etag else "foreign"
+
+
+def _other_form(store: ControlStore, key: str, body: bytes, observed: Observed, conditions: Conditions) -> str | None:
+    """The ETag that HEAD gives the observed record, where GETs have another: between two GETs that show no change."""
+    try:
+        etag = _strong(store.head(key).etag)
+        if etag and etag != observed.etag and _read_back(store, key, body, observed) == "unchanged":
+            return conditions.match_value(etag)
+    except StorageError as error:
+        _log.debug("no other ETag of %s could be had: %s", key, error)
+    return None
 
 
 def confirm(store: ControlStore, key: str, size: int, *, write_id: str, observed: Observed) -> bool:
@@ -274,6 +357,9 @@ def confirm(store: ControlStore, key: str, size: int, *, write_id: str, observed
 def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed) -> int:
     """Delete what the manifest of the replaced record names, then that manifest. Best effort: never raises.
 
+    Only of a record whose PUT had a condition: one without, that was repeated and is still on its way, may put the replaced
+    record back, and that needs what it names. ``gc`` deletes it later, when the PUT's signature is too old.
+
     Returns:
         How many objects could not be deleted (Object Lock, missing permission); ``gc`` tries them again.
     """
@@ -285,6 +371,11 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
     except DcpS3Error as error:
         _log.warning(
             "the replaced checkpoint's manifest %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error
+        )
+        return 0
+    if not manifest.conditional:
+        _log.info(
+            "the record that %s has replaced was written without a condition: its objects are left to dcp-s3 gc", url
         )
         return 0
     keys = [url.key(entry.key) for entry in manifest.objects]

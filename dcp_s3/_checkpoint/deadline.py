@@ -35,6 +35,15 @@ def deadline_s(configured: float | None, name: str) -> float:
     return configured
 
 
+def outlasting_s(deadline: float) -> float:
+    """How long a save of this deadline may take with all that DCP does around it, its waiting for other ranks included.
+
+    Args:
+        deadline: The save's own, in seconds.
+    """
+    return deadline + (_group_timeout_s() or deadline)
+
+
 def _group_timeout_s() -> float | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None

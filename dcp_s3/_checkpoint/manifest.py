@@ -63,6 +63,8 @@ class Manifest:
     writer: str
     """Program and version."""
     objects: tuple[ObjectEntry, ...]
+    conditional: bool = False
+    """Whether the record's PUT has a condition, so that a copy of it that arrives late is refused. False: not, or not known."""
 
     def describes(self, record: bytes) -> bool:
         """Whether these bytes are the commit record that this manifest was written for."""
@@ -79,6 +81,7 @@ class Manifest:
             "metadata_sha256": self.metadata_sha256,
             "metadata_bytes": self.metadata_bytes,
             "world_size": self.world_size,
+            "conditional": self.conditional,
             "objects": [
                 {
                     "key": entry.key,
@@ -127,6 +130,7 @@ class Manifest:
             created_unix_s=check.seconds("created_unix_s"),
             writer=check.text("writer", bool, "text"),
             objects=tuple(_entry(item, source) for item in objects),
+            conditional=document.get("conditional") is True,
         )
         if len({entry.key for entry in manifest.objects}) != len(manifest.objects):
             raise CorruptCheckpointError(f"{source} is damaged: it names an object twice")

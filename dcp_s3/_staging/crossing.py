@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dcp_s3._checkpoint.collector import gc_paused
 from dcp_s3._staging.buffers import Lease, Shipment, lease_of, receive
 from dcp_s3._staging.snapshot import first_line, join_dtensor
+from dcp_s3._staging.turn import Turn, received_turn
 from dcp_s3.errors import DcpS3Error
 
 if TYPE_CHECKING:
@@ -45,28 +46,34 @@ class StagingFailed:
         raise self.error
 
 
-def failed(error: BaseException) -> dict[str, Any]:
-    """The state dict that stands for one that could not be staged."""
+def failed(error: BaseException, turn: Turn | None = None) -> StagedStateDict:
+    """The state dict that stands for one that could not be staged; its save takes its turn like any other."""
     text = str(error) if isinstance(error, DcpS3Error) else first_line(error)
     logger.error("staging a state dict failed, and so will its save: %s", text)
     logger.debug("staging failed here:\n%s", "".join(traceback.format_exception(error)))
     # Only the text: a traceback would keep the buffer's tensors alive for as long as somebody keeps the error.
-    return {FAILURE_KEY: StagingFailed(DcpS3Error(f"staging the state dict failed, nothing was saved: {text}"))}
+    failure = StagingFailed(DcpS3Error(f"staging the state dict failed, nothing was saved: {text}"))
+    return StagedStateDict({FAILURE_KEY: failure}, None, turn)
 
 
 class StagedStateDict(dict[str, Any]):
     """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor."""
 
-    __slots__ = ("__weakref__", "lease")
+    __slots__ = ("__weakref__", "lease", "turn")
 
-    def __init__(self, staged: dict[str, Any], lease: Lease | None) -> None:
+    def __init__(self, staged: dict[str, Any], lease: Lease | None, turn: Turn | None = None) -> None:
         super().__init__(staged)
         self.lease = lease
+        self.turn = turn
+        if turn is not None:
+            turn.belongs_to(self)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override] # dict's own class of view has no public name
         """The items; whoever asks for them (DCP does first of all) is taken to be the save."""
         if self.lease is not None:
             self.lease.taken_up()
+        if self.turn is not None:
+            self.turn.begin()
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,15 +85,18 @@ def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]
     """Reduce a staged state dict for another process; a leaf that does not pickle fails the save, not the pipe."""
     lease = staged.lease
     try:
+        if lease is not None:
+            lease.taken_up()
+        if staged.turn is not None:
+            staged.turn.crosses()
         pickled = io.BytesIO()
         with gc_paused():
             _Shipper(pickled, lease).dump(dict(staged))
         if lease is None:
             return _receive, (None, pickled.getvalue())
-        lease.taken_up()
         return _receive, (lease.ship(), pickled.getvalue())
     except Exception as error:  # noqa: BLE001 -- whatever it is, it must reach the save
-        return dict, (failed(error),)
+        return dict, (dict(failed(error)),)
 
 
 def _receive(shipment: Shipment | None, pickled: bytes) -> dict[str, Any]:
@@ -94,9 +104,9 @@ def _receive(shipment: Shipment | None, pickled: bytes) -> dict[str, Any]:
     try:
         lease = receive(shipment) if shipment is not None else None
         with gc_paused():
-            return StagedStateDict(_Receiver(io.BytesIO(pickled), lease).load(), lease)
+            return StagedStateDict(_Receiver(io.BytesIO(pickled), lease).load(), lease, received_turn())
     except Exception as error:  # noqa: BLE001 -- DCP's process would die of it, and the other ranks wait for it
-        return failed(error)
+        return failed(error, received_turn())
 
 
 class _Shipper(ForkingPickler):

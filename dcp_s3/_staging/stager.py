@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3._staging.buffers import Block, Lease, lease_of
 from dcp_s3._staging.crossing import StagedStateDict, StagingFailed, failed
 from dcp_s3._staging.snapshot import Snapshot
+from dcp_s3._staging.turn import Turn, interruption_told, new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -48,8 +49,9 @@ class Pool:
             OSError: There is no memory for it.
         """
         deadline = time.monotonic() + self._wait_s
-        while (block := self._vacant(time_is_over=time.monotonic() >= deadline)) is None:
-            time.sleep(_POLL_S)
+        with interruption_told():
+            while (block := self._vacant(time_is_over=time.monotonic() >= deadline)) is None:
+                time.sleep(_POLL_S)
         try:
             region = block.reserve(size)
             if pin:
@@ -146,27 +148,39 @@ class Stager:
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: set[concurrent.futures.Future[dict[str, Any]]] = set()
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
+    def stage(
+        self, state_dict: dict[str, Any], *, place: str | None = None
+    ) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
         """Copy a state dict.
+
+        Args:
+            state_dict: What is to be saved.
+            place: Where to, as far as that is known; for messages.
 
         Returns:
             The staged state dict, or a future of it with ``async_staging``. Where staging failed it holds one leaf, a
             :class:`StagingFailed`.
         """
+        turn = new_turn()
+        turn.place = place or turn.place
         try:
-            snapshot = Snapshot(state_dict)
-            if self._async_staging:
-                return self._submit(snapshot)
+            try:
+                snapshot = Snapshot(state_dict)
+                if self._async_staging:
+                    return self._submit(snapshot, turn)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
+                failure = failed(error, turn)
+                if not self._async_staging:
+                    return failure
+                future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+                future.set_result(failure)
+                return future
+            return self._copy(snapshot, turn)
         except (KeyboardInterrupt, SystemExit):
+            turn.cancel()
             raise
-        except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
-            failure = failed(error)
-            if not self._async_staging:
-                return failure
-            future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-            future.set_result(failure)
-            return future
-        return self._copy(snapshot)
 
     def synchronize(self) -> None:
         """Wait until nothing is being copied any more by an async staging."""
@@ -182,25 +196,25 @@ class Stager:
             executor.shutdown(wait=True)
         self._pool.clear()
 
-    def _submit(self, snapshot: Snapshot) -> concurrent.futures.Future[dict[str, Any]]:
+    def _submit(self, snapshot: Snapshot, turn: Turn) -> concurrent.futures.Future[dict[str, Any]]:
         with self._lock:
             if self._executor is None:
                 self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dcp_s3-staging")
-            future = self._executor.submit(self._copy, snapshot)
+            future = self._executor.submit(self._copy, snapshot, turn)
             self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
 
-    def _copy(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _copy(self, snapshot: Snapshot, turn: Turn) -> dict[str, Any]:
         try:
             if not snapshot.size:
-                return StagedStateDict(snapshot.copy(None, None), None)
+                return StagedStateDict(snapshot.copy(None, None), None, turn)
             lease, buffer = self._pool.take(snapshot.size, pin=snapshot.on_cuda)
-            return StagedStateDict(snapshot.copy(lease, buffer), lease)
+            return StagedStateDict(snapshot.copy(lease, buffer), lease, turn)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
-            return failed(error)
+            return failed(error, turn)
 
 
 _lock = threading.Lock()

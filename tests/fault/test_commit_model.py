@@ -75,6 +75,7 @@ class Save:
             created_unix_s=0.0,
             writer="model",
             objects=entries,
+            conditional=True,  # or so a defect that sends none would say
         )
         client.put(URL.key(manifest_name(self.write_id)), manifest.to_json(), content_type="application/json")
         commit(

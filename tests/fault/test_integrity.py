@@ -251,7 +251,7 @@ def test_a_committed_record_that_cannot_be_looked_at(
     """An acknowledged commit stands where the store will not show it; what it replaced is then left to gc, and said so."""
     assert _save(plain_s3, {"w": torch.zeros(10)}) is None
     old = set(plain_s3.objects("run/")) - {"run/.metadata"}
-    rule = plain_s3.on("HeadObject", error(status, body=""), key=r"\.metadata$")
+    rule = plain_s3.on("HeadObject", error(status, body=""), key=r"/\.metadata$")
     assert _save(plain_s3, {"w": torch.ones(10)}) is None
     assert rule.fired
     assert "left to dcp-s3 gc" in caplog.text

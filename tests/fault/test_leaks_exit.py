@@ -80,8 +80,8 @@ def test_nothing_is_said_at_exit(s3: FaultServer, group: str):
 
 
 def test_nothing_is_said_at_exit_of_failures(s3: FaultServer):
-    """A process that saved and loaded while one request in twenty failed, and whose last two saves failed for good, says that these
-    two did, and nothing else: in Python's development mode no exception that was never retrieved, and nothing unclosed.
+    """A process that saved and loaded while one request in twenty failed, and whose last two saves failed for good, says that the
+    one in the background did, and nothing else: in Python's development mode no exception that was never retrieved, and nothing unclosed.
     """
     faults = (error(503, "SlowDown"), reset("body", 1000), drop_reply(), error(500, "InternalError", at="reply"))
     for number in range(24):
@@ -106,7 +106,8 @@ def test_nothing_is_said_at_exit_of_failures(s3: FaultServer):
     # on a busy machine asyncio's development mode also tells of callbacks that took long
     told = [line for line in done.stderr.splitlines() if not line.startswith("Executing <")]
     assert done.returncode == 0, done.stderr
-    assert [line.split(" failed on rank 0: ")[0] for line in told] == ["the save of s3://bucket/gone"] * 2, done.stderr
+    # once: who called dcp.save has the exception
+    assert [line.split(" failed on rank 0: ")[0] for line in told] == ["the save of s3://bucket/gone"], done.stderr
     assert all("code=AccountProblem" in line for line in told)
     assert done.stdout == ""
     assert "run/.metadata" in s3.objects()

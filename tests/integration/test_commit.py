@@ -322,7 +322,9 @@ def test_modes_and_stores(faults, profile, mode, caplog):
         for value in (1, 2):
             metadata = _save(bucket, value, conditional_commit=mode)
             assert _loaded(bucket) == value
-    assert sorted(faults.objects("a/", bucket=bucket.name)) == checkpoint_keys(bucket, "a", metadata)
+    kept = set(faults.objects("a/", bucket=bucket.name)) - set(checkpoint_keys(bucket, "a", metadata))
+    # a PUT of the first record without a condition might yet arrive: what it names is left to gc
+    assert len(kept) == (0 if mode != "off" and lacking is None else 2)
     sent = [
         (r.headers.get("if-none-match"), r.headers.get("if-match")) for r in faults.requests("PutObject", key=RECORD)
     ]

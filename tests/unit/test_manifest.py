@@ -54,6 +54,7 @@ def test_the_stored_form() -> None:
         "metadata_sha256": hashlib.sha256(RECORD).hexdigest(),
         "metadata_bytes": 10,
         "world_size": 2,
+        "conditional": False,
         "objects": [{"key": KEY, "size": 20, "etag": '"abc-3"', "part_bytes": 8, "crc32c": "0000000000000001ffffffff"}],
     }
 

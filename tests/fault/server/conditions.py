@@ -20,7 +20,8 @@ def check_write(request: Request, current: StoredObject | None, mode: Conditiona
         if current is None:
             raise S3Error("NoSuchKey", "The specified key does not exist.")
         quoted_refused = settings.if_match_form == "unquoted" and match.startswith('"')
-        if quoted_refused or not (match == "*" or _same(match, current.etag)):
+        weak = match.startswith("W/")  # compares equal to nothing, RFC 9110, section 13.1.1
+        if quoted_refused or weak or not (match == "*" or _same(match, current.etag)):
             raise S3Error("PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
 
 
