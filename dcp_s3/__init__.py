@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         collect_garbage,
         list_checkpoints,
         verify,
+        verify_all,
     )
     from dcp_s3._checkpoint.verify import VerifyReport
     from dcp_s3.reader import S3StorageReader
@@ -71,6 +72,7 @@ __all__ = [
     "collect_garbage",
     "list_checkpoints",
     "verify",
+    "verify_all",
 ]
 
 _LAZY = {
@@ -83,6 +85,7 @@ _LAZY = {
     "collect_garbage": "dcp_s3._checkpoint.tools",
     "list_checkpoints": "dcp_s3._checkpoint.tools",
     "verify": "dcp_s3._checkpoint.tools",
+    "verify_all": "dcp_s3._checkpoint.tools",
 }
 
 

@@ -28,6 +28,7 @@ from dcp_s3._checkpoint.layout import (
     DATA_PREFIX,
     RECORD_NAME,
     CheckpointUrl,
+    is_record_name,
     manifest_name,
     manifest_write_id,
     owner_of,
@@ -50,6 +51,7 @@ _BATCH: Final = 500
 """So many deletions between two looks at the commit records."""
 _VERSIONS_DAYS: Final = 7
 _SECONDS = re.compile(r"[0-9]{1,12}")
+_LONGEST_MARGIN_S: Final = 100 * 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class GarbageReport:
         refused: Keys that the store did not let go (Object Lock, permissions).
         skipped: Checkpoints that were left alone, each with the reason.
         notes: What else there is to know.
-        lifecycle_rule: A lifecycle configuration (JSON) for the prefix. On a versioned bucket a deleted object stays as
-            an old version until such a rule, or somebody, removes it.
+        lifecycle_rule: A lifecycle configuration (JSON) for the prefix; of a URL without one for the whole bucket. On a
+            versioned bucket a deleted object stays as an old version until such a rule, or somebody, removes it. To apply
+            a configuration replaces all rules that the bucket has: add this one to those.
         seconds: How long it took.
     """
 
@@ -92,10 +95,12 @@ def check_margin(older_than_s: float, save_deadline_s: float | None, *, no_write
     """Refuse a margin within which a save could still commit.
 
     Raises:
-        ConfigError: The margin is negative, or too small beside a running writer.
+        ConfigError: The margin is negative or endless, or too small beside a running writer.
     """
-    if not older_than_s >= 0:
-        raise ConfigError(f"older_than_s must be 0 or more seconds, got {older_than_s}")
+    if not 0 <= older_than_s <= _LONGEST_MARGIN_S:
+        raise ConfigError(
+            f"older_than_s must be 0 to {_LONGEST_MARGIN_S:.0f} seconds (100 years), got {older_than_s:g}"
+        )
     deadline = DEFAULT_DEADLINE_S if save_deadline_s is None else save_deadline_s
     if older_than_s < deadline + SLACK_S and not no_writer_runs:
         raise ConfigError(
@@ -194,14 +199,19 @@ class _Run:
         self._waiting = 0
         self._live = 0
         self._refused: list[str] = []
+        self._refusal: AccessDeniedError | None = None
         self._skipped: list[str] = []
         self._notes: list[str] = []
 
     def list_objects(self) -> None:
         """Find our objects. The store's clock is read from the first page: later ones would make objects look older."""
+        beside = None
         for info in self._store.list(self._root.key("")):
             self._now = self._now or self._store.server_time()
-            if (owner := self._owner(info.key)) is not None:
+            folder, _, name = info.key.rpartition("/")
+            if is_record_name(name):
+                beside = folder  # it comes before the objects beside it: another writer's, at a URL like data/<token>
+            elif (folder != beside or not name.endswith(".distcp")) and (owner := self._owner(info.key)) is not None:
                 found = self.objects[owner]
                 (found.stale if self._is_stale(info.last_modified, self._margin) else found.young).append(info)
 
@@ -336,7 +346,8 @@ class _Run:
         try:
             self._store.delete(info.key)
         except AccessDeniedError as error:
-            _log.warning("the store refuses to delete %s: %s", info.key, error)
+            self._refusal = error
+            _log.debug("the store refuses to delete %s: %s", info.key, error)
             return False
         return True
 
@@ -350,7 +361,8 @@ class _Run:
         try:
             self._store.abort_upload(upload.key, upload.upload_id)
         except AccessDeniedError as error:
-            _log.warning("the store refuses to abort the upload %s of %s: %s", upload.upload_id, upload.key, error)
+            self._refusal = error
+            _log.debug("the store refuses to abort the upload %s of %s: %s", upload.upload_id, upload.key, error)
             return False
         return True
 
@@ -366,6 +378,9 @@ class _Run:
                 f"that may still commit until they are {self._longest.total_seconds():g} s old (their deadline and "
                 f"{SLACK_S:g} s): left, the first is {self._protected[0]}; say no_writer_runs=True if none runs"
             )
+        if self._refusal is not None:
+            _log.warning("the store refused %d deletions below %s: %s", len(self._refused), self._root, self._refusal)
+            self._notes.append(f"{len(self._refused)} deletions were refused, the last with: {self._refusal}")
         report = GarbageReport(
             url=str(self._root),
             dry_run=self._dry_run,

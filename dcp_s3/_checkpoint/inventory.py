@@ -7,7 +7,6 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dcp_s3._checkpoint.layout import (
@@ -21,7 +20,6 @@ from dcp_s3._checkpoint.layout import (
     record_rank,
 )
 from dcp_s3._checkpoint.manifest import Manifest
-from dcp_s3._checkpoint.standin import RecordSummary, read_record
 from dcp_s3._transfer.store import is_missing
 from dcp_s3.errors import AccessDeniedError, CorruptCheckpointError, StorageError
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from dcp_s3._checkpoint.layout import CheckpointUrl
+    from dcp_s3._checkpoint.standin import RecordSummary
     from dcp_s3._transfer.store import ControlStore, Fetched
 
 _log = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ _TRIES: Final = 3
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_TOKEN = re.compile(r"[0-9a-f]{16}")
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -89,6 +87,8 @@ class Record:
         Raises:
             CorruptCheckpointError: It cannot be read.
         """
+        from dcp_s3._checkpoint.standin import read_record  # its expressions take a while to compile; ls does without
+
         return read_record(self.fetched.body, source=self.source)
 
     def is_ours(self, summary: RecordSummary) -> bool:
@@ -98,21 +98,28 @@ class Record:
         return any(owner_of(entry.relative_path) == "" for entry in summary.entries[:1])
 
 
-def read_records(store: ControlStore, url: CheckpointUrl) -> list[Record]:
+def read_records(store: ControlStore, url: CheckpointUrl, names: list[str] | None = None) -> list[Record]:
     """Read every commit record at a URL, not those below it: the checkpoint's own, and those of single ranks.
+
+    Args:
+        store: The bucket.
+        url: The checkpoint's URL.
+        names: Those that a listing has just shown; without them the records of single ranks are listed.
 
     Raises:
         StorageError: The store refused or failed; a missing record is no error.
     """
     manifests = Manifests(store, url)
-    own = _read(store, url, RECORD_NAME, manifests)
+    own = _read(store, url, RECORD_NAME, manifests) if names is None or RECORD_NAME in names else None
     try:
-        names = sorted(rank_records(store, url), key=natural)
+        if names is None:
+            names = sorted(rank_records(store, url), key=natural)
     except AccessDeniedError:
         if own is None:
             raise
         names = []  # who may read a checkpoint by its name need not be allowed to list
-    read = in_parallel(lambda name: _read(store, url, name, manifests), names) if names else []
+    ranks = [name for name in names if name != RECORD_NAME]
+    read = in_parallel(lambda name: _read(store, url, name, manifests), ranks) if ranks else []
     return [record for record in (own, *read) if record is not None]
 
 
@@ -219,26 +226,6 @@ def _with_manifest(manifests: Manifests, url: CheckpointUrl, name: str, fetched:
         elif manifest.record == name and manifest.describes(fetched.body):
             return Record(url, name, fetched, manifest)
     return Record(url, name, fetched, None, reason)
-
-
-def walk(store: ControlStore, root: CheckpointUrl) -> Iterator[CheckpointUrl]:
-    """Every "directory" at and below ``root`` that can hold a commit record, parents first. Needs ListBucket.
-
-    Listed level by level with a delimiter: the data objects of a checkpoint do not appear, and do not fill the pages.
-    """
-    level = [root]
-    while level:
-        yield from level
-        level = list(chain.from_iterable(in_parallel(lambda url: _children(store, url), level)))
-
-
-def _children(store: ControlStore, url: CheckpointUrl) -> list[CheckpointUrl]:
-    start = len(url.key(""))
-    inside_data = url.prefix.rpartition("/")[2] == "data"
-    # a store that pages without tokens may give one twice
-    names = dict.fromkeys(prefix[start:].removesuffix("/") for prefix in store.list_prefixes(url.key("")))
-    # a token's directory has only data objects; "//" in a key gives an empty name, which no checkpoint URL has
-    return [url.child(name) for name in names if name and not (inside_data and _TOKEN.fullmatch(name))]
 
 
 def natural(text: str) -> list[str | int]:

@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 
 from dcp_s3._checkpoint import gc
 from dcp_s3._checkpoint.gc import GarbageReport
-from dcp_s3._checkpoint.inventory import in_parallel, natural, read_records, walk
-from dcp_s3._checkpoint.layout import parse_url
+from dcp_s3._checkpoint.inventory import in_parallel, read_records
+from dcp_s3._checkpoint.layout import RECORD_NAME, parse_url
 from dcp_s3._checkpoint.ranks import newest_save
+from dcp_s3._checkpoint.survey import survey
 from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint
 from dcp_s3._transfer.store import ControlStore
 from dcp_s3.config import S3Config
-from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError
 
 if TYPE_CHECKING:
     import datetime as dt
     import os
+    from collections.abc import Iterator
 
-    from dcp_s3._checkpoint.inventory import Record
     from dcp_s3._checkpoint.layout import CheckpointUrl
+    from dcp_s3._checkpoint.survey import Place
 
 __all__ = [
     "CheckpointInfo",
@@ -30,25 +32,34 @@ __all__ = [
     "collect_garbage",
     "list_checkpoints",
     "verify",
+    "verify_all",
+    "verify_each",
 ]
 
 DAY_S = 86400.0
+_COMMIT_S = 60.0
+"""A record is written right after its manifest; more than this apart they are looked at."""
+_TRIES = 3
+"""So often a checkpoint is verified that is replaced while it is verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One committed checkpoint.
+    """One checkpoint, or an attempt at one that was not committed.
 
     Attributes:
         url: Where it is.
         records: Its commit records: ``.metadata``, or one per rank.
         write_id: Identity of the save; another writer's has another form or is ``None``, as it is with several records.
         committed_at: When the (last) record was written, by the store's clock.
-        bytes: Size of the data objects and records. Of another writer's checkpoint: of what the record names.
+        bytes: Size of the data objects at the URL and of the records. Of another writer's checkpoint: of what the record
+            names.
         objects: How many data objects.
-        ours: It was written by this package and has the manifest that belongs to its record.
-        state: ``complete``, ``stock`` (another writer's: no manifest) or ``corrupt: <why>``. Whether the objects are all
-            there and right is what :func:`verify` tells.
+        ours: It was written by this package, and if committed there is the manifest of its record.
+        state: ``committed``, ``stock`` (committed by another writer: no manifest), ``corrupt: <why>`` (record and manifest do
+            not belong together, or the record cannot be read), or ``uncommitted``: objects of ours without a record, of a
+            save that still runs or has failed. Record and manifest are read only where the listing leaves a question; what
+            can be trusted is what :func:`verify` tells.
     """
 
     url: str
@@ -61,12 +72,15 @@ class CheckpointInfo:
     state: str
 
 
-def list_checkpoints(url: str | os.PathLike[str], *, config: S3Config | None = None) -> list[CheckpointInfo]:
+def list_checkpoints(
+    url: str | os.PathLike[str], *, config: S3Config | None = None, uncommitted: bool = False
+) -> list[CheckpointInfo]:
     """Find every committed checkpoint at a URL and below it. Needs ListBucket.
 
     Args:
         url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
         config: Default: from the environment.
+        uncommitted: Also tell of URLs where data objects of ours lie and no commit record.
 
     Returns:
         Sorted by URL, numbers by value: ``step-9`` before ``step-10``.
@@ -77,19 +91,33 @@ def list_checkpoints(url: str | os.PathLike[str], *, config: S3Config | None = N
     """
     root = parse_url(url)
     store = _open(root, config)
-    found = in_parallel(lambda place: _info(place, read_records(store, place)), walk(store, root))
-    return sorted((info for info in found if info is not None), key=lambda info: natural(info.url))
+    found = in_parallel(lambda place: _info(store, place), survey(store, root))
+    return [info for info in found if info is not None and (uncommitted or info.records)]
 
 
-def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
-    if not records:
+def _info(store: ControlStore, place: Place) -> CheckpointInfo | None:
+    if not place.records:
+        return CheckpointInfo(
+            url=str(place.url),
+            records=(),
+            write_id=None,
+            committed_at=None,
+            bytes=place.bytes,
+            objects=place.objects,
+            ours=True,
+            state="uncommitted",
+        )
+    if (told := _told_by_listing(place)) is not None:
+        return told
+    records = read_records(store, place.url, list(place.records))
+    if not records:  # deleted meanwhile
         return None
     found = newest_save(records)
     records = list(found.records)
     times = [time for record in records if (time := record.fetched.info.last_modified) is not None]
     sizes: dict[str, int] = {}
     write_ids: set[str | None] = set()
-    state = "complete"
+    state = "committed"
     for record in records:
         if record.manifest is not None:
             write_ids.add(record.manifest.write_id)
@@ -107,12 +135,12 @@ def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
             state = f"corrupt: {record.name}: {flaws[0]}"
         elif record.is_ours(summary):
             state = f"corrupt: {record.name}: {record.reason}"
-        elif state == "complete":
+        elif state == "committed":
             state = "stock"
     if found.problem and not state.startswith("corrupt"):
         state = f"corrupt: {found.problem}"
     return CheckpointInfo(
-        url=str(url),
+        url=str(place.url),
         records=tuple(record.name for record in records),
         write_id=write_ids.pop() if len(write_ids) == 1 else None,
         committed_at=max(times, default=None),
@@ -120,6 +148,32 @@ def _info(url: CheckpointUrl, records: list[Record]) -> CheckpointInfo | None:
         objects=len(sizes),
         ours=all(record.manifest is not None for record in records),
         state=state,
+    )
+
+
+def _told_by_listing(place: Place) -> CheckpointInfo | None:
+    """What there is to say of a place that is as a save leaves it: one record, and the manifest written just before it.
+
+    To read them takes two requests for each checkpoint; for 200 that is seconds.
+    """
+    record = place.records.get(RECORD_NAME)
+    if record is None or not record.size or len(place.records) != 1 or len(place.manifests) != 1:
+        return None
+    ((write_id, manifest),) = place.manifests.items()
+    if record.last_modified is None or manifest.last_modified is None:
+        return None
+    # a manifest that is younger is of another save, and so is one that is much older
+    if not 0 <= (record.last_modified - manifest.last_modified).total_seconds() <= _COMMIT_S:
+        return None
+    return CheckpointInfo(
+        url=str(place.url),
+        records=(RECORD_NAME,),
+        write_id=write_id,
+        committed_at=record.last_modified,
+        bytes=place.bytes + record.size,
+        objects=place.objects,
+        ours=True,
+        state="committed",
     )
 
 
@@ -139,6 +193,50 @@ def verify(url: str | os.PathLike[str], *, deep: bool = False, config: S3Config 
     """
     place = parse_url(url)
     return verify_checkpoint(_open(place, config), place, deep=deep)
+
+
+def verify_all(
+    url: str | os.PathLike[str], *, deep: bool = False, config: S3Config | None = None
+) -> list[VerifyReport]:
+    """Verify every committed checkpoint at a URL and below it: a run, or any prefix. Needs ListBucket.
+
+    Args:
+        url: ``s3://bucket/prefix`` of a checkpoint, or of a place with checkpoints below it.
+        deep: Also read every object and compare its CRCs with those taken at the save.
+        config: Default: from the environment.
+
+    Returns:
+        One report for each, sorted by URL, numbers by value; empty where there is none. One that is replaced again and
+        again while it is verified has a report that says so; one that is deleted meanwhile has none.
+
+    Raises:
+        ConfigError: The URL or the configuration is wrong.
+        StorageError: The store refused or failed.
+    """
+    return list(verify_each(url, deep=deep, config=config))
+
+
+def verify_each(
+    url: str | os.PathLike[str], *, deep: bool = False, config: S3Config | None = None
+) -> Iterator[VerifyReport]:
+    """:func:`verify_all`, each report as soon as it is made."""
+    root = parse_url(url)
+    store = _open(root, config)
+    for place in survey(store, root):
+        if place.records and (report := _verified(store, place.url, deep=deep)) is not None:
+            yield report
+
+
+def _verified(store: ControlStore, url: CheckpointUrl, *, deep: bool) -> VerifyReport | None:
+    problem = ""
+    for _ in range(_TRIES):
+        try:
+            return verify_checkpoint(store, url, deep=deep)
+        except CheckpointReplacedError as error:
+            problem = error.message
+        except CheckpointNotFoundError:
+            return None
+    return VerifyReport(url=str(url), ok=False, problems=(problem,), notes=(), objects=0, checked_bytes=0, seconds=0.0)
 
 
 def collect_garbage(

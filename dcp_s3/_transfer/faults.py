@@ -129,7 +129,8 @@ def translate(
             AccessDeniedError(
                 f"no credentials: {error}; set AWS_ACCESS_KEY_ID …, a profile, or S3Config(unsigned=True)"
             ),
-            tries=_CREDENTIAL_TRIES,
+            # where there is no source of any, a second look finds none either; one that fails may only be busy
+            tries=NEVER if isinstance(error, NoCredentialsError) else _CREDENTIAL_TRIES,
         )
     elif isinstance(error, JSONDecodeError):  # nothing else that is asked for is JSON
         made = mark(
@@ -170,9 +171,18 @@ def _from_reply(error: ClientError) -> StorageError:
     code = str(reply.get("Error", {}).get("Code") or status)
     text = str(reply.get("Error", {}).get("Message") or "no text")
     advice = _ADVICE.get(code)
+    # to a HEAD some stores give the content type of their framework
+    web_page = (
+        code == str(status)
+        and error.operation_name != "HeadObject"
+        and str(headers.get("content-type", "")).startswith("text/html")
+    )
+    if web_page:
+        advice = "with a web page, not S3's XML: is endpoint_url that of an S3 service?"
     message = f"the store answered {status} {code}: {text}" + (f" ({advice})" if advice else "")
     kind, tries = _classify(status, code)
     made = mark(kind(message), tries=tries, retry_after_s=_retry_after(headers))
+    made.__dict__["web_page"] = web_page
     made.with_context(
         status=status, code=code, request_id=facts.get("RequestId") or headers.get("x-amz-request-id") or None
     )
@@ -239,7 +249,9 @@ def _brief(error: BaseException) -> str:
 
 def is_missing(error: BaseException) -> bool:
     """Whether the store said that the object (not the bucket) does not exist."""
-    return isinstance(error, StorageError) and error.status == 404 and error.code != "NoSuchBucket"
+    if not isinstance(error, StorageError) or error.__dict__.get("web_page"):
+        return False
+    return error.status == 404 and error.code != "NoSuchBucket"
 
 
 def is_precondition_failed(error: BaseException) -> bool:

@@ -27,6 +27,18 @@ AS_POLICY: Final = 1 << 30
 """``tries`` of a failure that is repeated for as long as the policy and the deadline allow."""
 
 
+_QUIET_S: Final = 60.0
+"""So long a failing operation is not warned of again, however many of its requests fail."""
+_warned: dict[str | None, float] = {}
+
+
+def _warn(error: DcpS3Error, policy: RetryPolicy) -> None:
+    """Say that an operation fails and is repeated: until the policy gives up, seconds or minutes pass in silence."""
+    if _now() >= _warned.get(error.operation, 0.0):
+        _warned[error.operation] = _now() + _QUIET_S
+        _log.warning("%s; it is sent again, up to %d times in all", error, policy.max_attempts)
+
+
 def _now() -> float:
     """Seconds on a clock that also runs while the machine is suspended: a job that slept did let time pass."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -123,6 +135,8 @@ def _options(
             counter.retries += 1
         error = state.outcome.exception() if state.outcome else None
         _log.debug("attempt %d failed, next in %.2f s: %s", state.attempt_number, state.upcoming_sleep, error)
+        if isinstance(error, DcpS3Error):
+            _warn(error, policy)
 
     def give_up(state: tenacity.RetryCallState) -> Any:  # noqa: ANN401 -- always raises
         assert state.outcome is not None  # noqa: S101 -- tenacity calls this behind an attempt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,9 @@ def save_metadata(deadline: Deadline) -> dict[str, str]:
     return {SAVE_FIELD: str(math.ceil(deadline.seconds))}
 
 
+_WEB_PAGE: Final = re.compile(rb"\s*<(?:!doctype\s+html|html)\b", re.IGNORECASE)
+_OF_A_LIST: Final = ("Contents", "IsTruncated", "KeyCount", "Name", "Prefix")
+"""What the reply to a listing has, at least one of them; a web page that happens to be XML has none."""
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 
@@ -310,6 +314,8 @@ class ControlStore:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
+        if byte_range is None and _WEB_PAGE.match(body):  # no record and no manifest
+            raise self._no_endpoint("GetObject", key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
         info = _info(key, reply)
@@ -416,6 +422,8 @@ class ControlStore:
                 # a store that says "truncated" without a continuation token; behind all that a common prefix stands for
                 params["StartAfter"] = last + _LAST_CHARACTER if delimiter and last.endswith(delimiter) else last
             page = self._call("ListObjectsV2", "list_objects_v2", prefix, params)
+            if page.keys().isdisjoint(_OF_A_LIST):
+                raise self._no_endpoint("ListObjectsV2", prefix)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -424,6 +432,11 @@ class ControlStore:
                 last = max(last, *(item[name] for item in page.get(kind, ())), "")
             if (token, last) == before:
                 raise StorageError(f"the store does not get on with its list of {prefix!r}: it would never end")
+
+    def _no_endpoint(self, operation: str, key: str) -> DcpS3Error:
+        return StorageError(
+            "what answers is no S3 endpoint: its reply is a web page, or at least not what S3 would say; check endpoint_url"
+        ).with_context(rank=self._rank, operation=operation, bucket=self.bucket, key=key)
 
     def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
         """All open multipart uploads below ``prefix``. Needs ListBucketMultipartUploads."""

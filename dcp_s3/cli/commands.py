@@ -8,21 +8,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dcp_s3.cli import output
+import dcp_s3
+from dcp_s3.cli import output, terminal
 from dcp_s3.config import S3Config
-from dcp_s3.errors import ConfigError, DcpS3Error, StorageError
+from dcp_s3.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DcpS3Error,
+    StorageError,
+    StorageUnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dcp_s3._checkpoint.verify import VerifyReport
+
 GOOD: Final = 0
 BAD: Final = 1
 USAGE: Final = 2
-STORE: Final = 3
+UNREACHABLE: Final = 3
+REFUSED: Final = 4
+UNWRITTEN: Final = 5
 
 app = typer.Typer(
     name="dcp-s3",
-    help="Look after checkpoints that dcp_s3 saved. Exit codes: 0 good, 1 bad checkpoint, 2 usage, 3 store.",
+    help="Look after checkpoints that dcp_s3 saved. Exit codes: 0 good, 1 bad checkpoint or none found, 2 usage, "
+    "3 store unreachable, 4 store refused, 5 output not written, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +49,22 @@ Profile = Annotated[str | None, typer.Option(help="Profile of ~/.aws/config")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of text")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        terminal.line(f"dcp-s3 {dcp_s3.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Hold the options of the program itself."""
+
+
 @app.command("ls")
 def ls(
     url: Url,
@@ -45,13 +74,13 @@ def ls(
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints at URL and below it."""
+    """List the checkpoints at URL and below it, and what was not committed. Whether they are whole: verify."""
     from dcp_s3._checkpoint.tools import list_checkpoints
 
-    with _reported():
-        found = list_checkpoints(url, config=_config(endpoint_url, region, profile))
+    with _reported(as_json):
+        found = list_checkpoints(url, config=_config(endpoint_url, region, profile), uncommitted=True)
         output.checkpoints(found, as_json=as_json)
-        raise typer.Exit(BAD if any(info.state.startswith("corrupt") for info in found) else GOOD)
+        raise typer.Exit(BAD if not found or any(info.state.startswith("corrupt") for info in found) else GOOD)
 
 
 @app.command("verify")
@@ -64,13 +93,35 @@ def verify(
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
-    """Check that the checkpoint at URL is whole."""
+    """Check that the checkpoints at URL and below it are whole."""
+    with _reported(as_json):
+        reports = []
+        for report in _reports(url, deep=deep, config=_config(endpoint_url, region, profile)):
+            reports.append(report)
+            if not as_json:
+                output.verified(report, deep=deep)
+        if not reports:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {url} or below it: no .metadata, no __<rank>.metadata"
+            )
+        if as_json:
+            output.verified_json(url, reports)
+        elif len(reports) > 1:
+            output.all_verified(url, reports)
+        raise typer.Exit(GOOD if all(report.ok for report in reports) else BAD)
+
+
+def _reports(url: str, *, deep: bool, config: S3Config) -> Iterator[VerifyReport]:
     from dcp_s3._checkpoint import tools
 
-    with _reported():
-        report = tools.verify(url, deep=deep, config=_config(endpoint_url, region, profile))
-        output.verified(report, deep=deep, as_json=as_json)
-        raise typer.Exit(GOOD if report.ok else BAD)
+    each = tools.verify_each(url, deep=deep, config=config)
+    try:
+        first = next(each, None)
+    except AccessDeniedError:
+        first = tools.verify(url, deep=deep, config=config)  # who may read one by its name need not be allowed to list
+    if first is not None:
+        yield first
+        yield from each
 
 
 @app.command("gc")
@@ -90,7 +141,9 @@ def gc(
     """Collect what failed and replaced saves left at URL and below it."""
     from dcp_s3._checkpoint.tools import collect_garbage
 
-    with _reported():
+    with _reported(as_json):
+        if delete:
+            terminal.when_interrupted("; what was deleted until then is gone, the rest is left to the next run")
         report = collect_garbage(
             url,
             dry_run=not delete,
@@ -99,6 +152,7 @@ def gc(
             no_writer_runs=no_writer_runs,
         )
         output.garbage(report, as_json=as_json)
+        raise typer.Exit(REFUSED if report.refused else GOOD)
 
 
 def _config(endpoint_url: str | None, region: str | None, profile: str | None) -> S3Config:
@@ -117,11 +171,41 @@ def _seconds(text: str) -> float:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Turn our errors into one line on stderr and an exit code."""
+def _reported(as_json: bool) -> Iterator[None]:
+    """Turn our errors into one line on stderr, with ``--json`` also a document on stdout, and an exit code."""
     try:
-        yield
-    except DcpS3Error as error:
-        output.error(error)
-        code = USAGE if isinstance(error, ConfigError) else STORE if isinstance(error, StorageError) else BAD
-        raise typer.Exit(code) from None
+        try:
+            yield
+        except DcpS3Error as error:
+            output.error(error, as_json=as_json)
+            raise typer.Exit(_code(error)) from None
+    except terminal.OutputError as error:
+        terminal.complain(str(error))
+        raise typer.Exit(UNWRITTEN) from None
+
+
+def _code(error: DcpS3Error) -> int:
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, StorageUnavailableError):
+        return UNREACHABLE
+    if isinstance(error, StorageError):
+        # without a status there was no reply: a certificate that was refused, an endpoint that does not speak S3
+        return REFUSED if isinstance(error, AccessDeniedError) or error.status is not None else UNREACHABLE
+    return BAD
+
+
+def run(arguments: list[str]) -> int:
+    """Run the program with these arguments and return its exit code."""
+    try:
+        return app(arguments, prog_name="dcp-s3", standalone_mode=False) or GOOD
+    except terminal.OutputError as error:
+        terminal.complain(str(error))
+        return UNWRITTEN
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # Typer's class for wrong usage has no public name
+            raise
+        error.show()  # type: ignore[attr-defined]
+        if "--json" in arguments:
+            output.failed("UsageError", error.format_message())
+        return USAGE

@@ -7,15 +7,14 @@ import datetime as dt
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from dcp_s3.cli.terminal import complain, line, printable
 
 if TYPE_CHECKING:
     from dcp_s3._checkpoint.tools import CheckpointInfo, GarbageReport, VerifyReport
     from dcp_s3.errors import DcpS3Error
 
 _SHOWN = 20
-_WIDTH = 10_000
+_CONTEXT = ("rank", "operation", "bucket", "key", "part", "status", "code", "request_id", "attempts")
 
 
 def checkpoints(found: list[CheckpointInfo], *, as_json: bool) -> None:
@@ -26,21 +25,21 @@ def checkpoints(found: list[CheckpointInfo], *, as_json: bool) -> None:
     if not found:
         _line("no checkpoints")
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("URL", "COMMITTED", "SIZE", "OBJECTS", "STATE"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading in ("SIZE", "OBJECTS") else "left")
+    rows = [("URL", "COMMITTED", "SIZE", "OBJECTS", "STATE")]
     for info in found:
         time = info.committed_at
         shown = time.astimezone(dt.UTC).strftime("%Y-%m-%d %H:%M:%SZ") if time else "-"
-        table.add_row(_printable(info.url), shown, _size(info.bytes), str(info.objects), _printable(info.state))
-    _console().print(table)
+        rows.append((printable(info.url), shown, _size(info.bytes), str(info.objects), printable(info.state)))
+    url, time_, size, objects, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line(
+        "\n".join(
+            f"{row[0]:<{url}}  {row[1]:<{time_}}  {row[2]:>{size}}  {row[3]:>{objects}}  {row[4]}" for row in rows
+        )
+    )
 
 
-def verified(report: VerifyReport, *, deep: bool, as_json: bool) -> None:
-    """Print the result of ``verify``."""
-    if as_json:
-        _json(dataclasses.asdict(report))
-        return
+def verified(report: VerifyReport, *, deep: bool) -> None:
+    """Print what ``verify`` found at one checkpoint."""
     for problem in report.problems:
         _line(f"BAD   {problem}")
     for note in report.notes:
@@ -51,6 +50,28 @@ def verified(report: VerifyReport, *, deep: bool, as_json: bool) -> None:
     _line(
         f"{'good' if report.ok else 'BAD'}: {report.url}: {report.objects} objects, {len(report.problems)} problems, "
         f"{report.seconds:.1f} s ({depth})"
+    )
+
+
+def all_verified(url: str, reports: list[VerifyReport]) -> None:
+    """Print the last line of a ``verify`` of several checkpoints."""
+    bad = sum(not report.ok for report in reports)
+    _line(f"{'BAD' if bad else 'good'}: {url}: {len(reports)} checkpoints, {bad} bad")
+
+
+def verified_json(url: str, reports: list[VerifyReport]) -> None:
+    """Print the result of ``verify`` as a document: of all, and of each."""
+    _json(
+        {
+            "url": url,
+            "ok": all(report.ok for report in reports),
+            "problems": [problem for report in reports for problem in report.problems],
+            "notes": [note for report in reports for note in report.notes],
+            "objects": sum(report.objects for report in reports),
+            "checked_bytes": sum(report.checked_bytes for report in reports),
+            "seconds": sum(report.seconds for report in reports),
+            "checkpoints": [dataclasses.asdict(report) for report in reports],
+        }
     )
 
 
@@ -72,13 +93,31 @@ def garbage(report: GarbageReport, *, as_json: bool) -> None:
     if report.dry_run and (report.removed or report.aborted):
         _line("nothing was deleted: run again with --delete")
     if report.removed or report.aborted:
-        _line("on a versioned bucket old versions of deleted objects stay; this lifecycle rule lets them expire:")
+        _line(
+            "on a versioned bucket old versions of deleted objects stay; this lifecycle configuration lets them expire:"
+        )
         _line(report.lifecycle_rule)
+        _line(
+            "to apply it REPLACES all lifecycle rules of the bucket: get those first (aws s3api "
+            "get-bucket-lifecycle-configuration) and add this one to them"
+        )
+        if json.loads(report.lifecycle_rule)["Rules"][0]["Filter"]["Prefix"] == "":
+            _line(
+                "the URL has no prefix: the rule concerns old versions and uploads of the WHOLE bucket, whoever wrote them"
+            )
 
 
-def error(what: DcpS3Error) -> None:
-    """Print an error as one line on stderr."""
-    _console(stderr=True).print(_printable(f"dcp-s3: {' '.join(str(what).split())}"), style="red")
+def error(what: DcpS3Error, *, as_json: bool) -> None:
+    """Print an error as one line on stderr; for programs also as a document on stdout."""
+    complain(str(what))
+    if as_json:
+        facts = {name: value for name in _CONTEXT if (value := getattr(what, name)) is not None}
+        failed(type(what).__name__, what.message, **facts)
+
+
+def failed(kind: str, message: str, **facts: object) -> None:
+    """Print the document of an error."""
+    _json({"error": {"class": kind, "message": message} | facts})
 
 
 def _some(verb: str, keys: tuple[str, ...]) -> None:
@@ -96,23 +135,12 @@ def _size(count: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def _console(*, stderr: bool = False) -> Console:
-    # keys are text, not markup; lines are for grep and are not wrapped
-    # and nothing is cut to the terminal's width: a URL is there to be copied
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=_WIDTH)
-
-
 def _line(text: str) -> None:
-    _console().print(_printable(text))
-
-
-def _printable(text: str) -> str:
-    """Escape what could move the cursor: keys and names may come from anybody who can write to the bucket."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    line(printable(text))
 
 
 def _json(document: Any) -> None:  # noqa: ANN401 -- lists and dicts
-    print(json.dumps(document, default=_plain, indent=2))
+    line(json.dumps(document, default=_plain, indent=2))
 
 
 def _plain(value: object) -> str:

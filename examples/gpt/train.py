@@ -95,8 +95,8 @@ def last_committed(url: str) -> str:
     """Return the URL of the run's last committed checkpoint, the same on all ranks."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
-        complete = [checkpoint.url for checkpoint in list_checkpoints(url) if checkpoint.state == "complete"]
-        found = [complete[-1] if complete else None]
+        committed = [checkpoint.url for checkpoint in list_checkpoints(url) if checkpoint.state == "committed"]
+        found = [committed[-1] if committed else None]
     dist.broadcast_object_list(found)
     if found[0] is None:
         raise SystemExit(f"there is no checkpoint to resume from at {url}")

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner, Result
 
+import dcp_s3
 from dcp_s3 import StorageUnavailableError
 from dcp_s3._checkpoint import tools
 from dcp_s3._checkpoint.layout import CheckpointUrl
@@ -46,7 +47,7 @@ def test_ls(store: FakeStore) -> None:
     result = run("ls", "s3://ckpt/run")
     assert result.exit_code == 0
     _, first, second = result.stdout.splitlines()
-    assert first.split() == ["s3://ckpt/run/step-9", "2026-01-01", "00:00:00Z", *first.split()[3:5], "1", "complete"]
+    assert first.split() == ["s3://ckpt/run/step-9", "2026-01-01", "00:00:00Z", *first.split()[3:5], "2", "committed"]
     assert second.startswith("s3://ckpt/run/step-10 ")
 
 
@@ -59,25 +60,45 @@ def test_ls_json(store: FakeStore) -> None:
         "records": [".metadata"],
         "write_id": "ab" * 16,
         "committed_at": "2026-01-01T00:00:00+00:00",
-        "bytes": 4752 + len(store.objects["run/step-9/.metadata"].body),
-        "objects": 1,
+        "bytes": 4752 + len(b"orphan") + len(store.objects["run/step-9/.metadata"].body),
+        "objects": 2,
         "ours": True,
-        "state": "complete",
+        "state": "committed",
     }
 
 
 def test_ls_of_nothing(store: FakeStore) -> None:
-    """No checkpoints is said, and is no failure; in JSON it is an empty list."""
-    assert run("ls", "s3://ckpt/other").stdout == "no checkpoints\n"
-    assert json.loads(run("ls", "s3://ckpt/other", "--json").stdout) == []
+    """No checkpoints is said; in JSON it is an empty list. The exit code is that of nothing found."""
+    text, document = run("ls", "s3://ckpt/other"), run("ls", "s3://ckpt/other", "--json")
+    assert (text.exit_code, text.stdout) == (1, "no checkpoints\n")
+    assert (document.exit_code, json.loads(document.stdout)) == (1, [])
+
+
+def test_ls_shows_what_was_not_committed(store: FakeStore) -> None:
+    """Data without a record is a line of its own, with its size; that is no failure."""
+    store.put("run/step-11/data/2222222222222222/__0_0.distcp", b"12345")
+    store.put("run/step-11/data/3333333333333333/__1_0.distcp", b"67890")
+    result = run("ls", "s3://ckpt/run")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].split() == ["s3://ckpt/run/step-11", "-", "10", "B", "2", "uncommitted"]
+    assert json.loads(run("ls", "s3://ckpt/run", "--json").stdout)[-1] == {
+        "url": "s3://ckpt/run/step-11",
+        "records": [],
+        "write_id": None,
+        "committed_at": None,
+        "bytes": 10,
+        "objects": 2,
+        "ours": True,
+        "state": "uncommitted",
+    }
 
 
 def test_ls_of_something_bad(store: FakeStore) -> None:
     """A corrupt checkpoint among good ones is exit code 1, and its reason is not cut off."""
-    flip(store, "run/step-9/.metadata", store.objects["run/step-9/.metadata"].body.index(b"1.0.0"))
+    del store.objects[f"run/step-9/manifest-{'ab' * 16}.json"]
     result = run("ls", "s3://ckpt/run")
     assert result.exit_code == 1
-    assert f"manifest-{'ab' * 16}.json was written for" in result.stdout.splitlines()[1]
+    assert result.stdout.splitlines()[1].endswith("  corrupt: .metadata: it has no manifest")
 
 
 def test_verify(store: FakeStore) -> None:
@@ -105,7 +126,38 @@ def test_verify_json(store: FakeStore) -> None:
     result = run("verify", "s3://ckpt/run/step-9", "--json")
     document = json.loads(result.stdout)
     assert (result.exit_code, document["ok"], len(document["problems"])) == (1, False, 1)
-    assert set(document) == {"url", "ok", "problems", "notes", "objects", "checked_bytes", "seconds"}
+    each = {"url", "ok", "problems", "notes", "objects", "checked_bytes", "seconds"}
+    assert set(document) == each | {"checkpoints"}
+    assert [set(checkpoint) for checkpoint in document["checkpoints"]] == [each]
+
+
+def test_verify_of_a_run(store: FakeStore) -> None:
+    """A URL above checkpoints: an answer for each, in the order of their numbers, and one for all. One bad one is exit code 1."""
+    good = run("verify", "s3://ckpt/run")
+    assert good.exit_code == 0
+    first, second, last = good.stdout.splitlines()
+    assert first.startswith("good: s3://ckpt/run/step-9: 1 objects")
+    assert second.startswith("good: s3://ckpt/run/step-10: 1 objects")
+    assert last == "good: s3://ckpt/run: 2 checkpoints, 0 bad"
+    del store.objects[DATA]
+    bad = run("verify", "s3://ckpt/run")
+    assert bad.exit_code == 1
+    assert bad.stdout.splitlines()[0].startswith(f"BAD   s3://ckpt/{DATA} is missing")
+    assert bad.stdout.splitlines()[-1] == "BAD: s3://ckpt/run: 2 checkpoints, 1 bad"
+    result = run("verify", "s3://ckpt/run", "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["url"], document["ok"]) == (1, "s3://ckpt/run", False)
+    assert [(each["url"], each["ok"]) for each in document["checkpoints"]] == [
+        ("s3://ckpt/run/step-9", False),
+        ("s3://ckpt/run/step-10", True),
+    ]
+
+
+def test_verify_without_the_right_to_list(store: FakeStore) -> None:
+    """Who may read a checkpoint by its name can verify it."""
+    store.before = lambda operation, key: denied(operation, key) if operation.startswith("list") else None
+    assert run("verify", "s3://ckpt/run/step-9").exit_code == 0
+    assert run("verify", "s3://ckpt/run").exit_code == 4
 
 
 def test_verify_of_another_writers(store: FakeStore) -> None:
@@ -145,7 +197,13 @@ def test_gc_names_what_it_left_alone(store: FakeStore) -> None:
     """Skipped checkpoints, refused deletions and their reasons are in the text."""
     stock(store, RUN.child("step-10"))
     store.before = lambda operation, key: denied(operation, key) if operation == "delete" else None
-    text = run("gc", "s3://ckpt/run", "--delete").stdout
+    result = run("gc", "s3://ckpt/run", "--delete")
+    text = result.stdout
+    assert result.exit_code == 4
+    assert "note: 1 deletions were refused, the last with: no [" in text
+    assert "status=403" in text
+    assert run("gc", "s3://ckpt/run", "--delete", "--json").exit_code == 4
+    assert run("gc", "s3://ckpt/run").exit_code == 0
     assert f"the store refuses to delete {ORPHAN}\n" in text
     assert "note: s3://ckpt/run/step-10 has a commit record without a matching manifest" in text
 
@@ -167,6 +225,8 @@ def test_margins(store: FakeStore, time: str, *, fine: bool) -> None:
         ("verify", "gs://ckpt/run"),
         ("gc", "s3://ckpt/run", "--older-than", "soon"),
         ("gc", "s3://ckpt/run", "--older-than", "-1h"),
+        ("gc", "s3://ckpt/run", "--older-than", "999999999999999d"),
+        ("gc", "s3://ckpt/run", "--older-than", "9" * 400),
         ("ls", "s3://ckpt/run", "--endpoint-url", "localhost:9000"),
     ],
 )
@@ -183,14 +243,55 @@ def test_no_checkpoint_is_1(store: FakeStore) -> None:
     result = run("verify", "s3://ckpt/other")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines() == [
-        "dcp-s3: there is no checkpoint at s3://ckpt/other: neither .metadata nor __<rank>.metadata"
+        "dcp-s3: there is no checkpoint at s3://ckpt/other or below it: no .metadata, no __<rank>.metadata"
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, kind, facts",
+    [
+        (("verify", "s3://ckpt/other"), 1, "CheckpointNotFoundError", {}),
+        (("ls", "/local/run"), 2, "ConfigError", {}),
+        (("gc", "s3://ckpt/run", "--older-than", "soon"), 2, "ConfigError", {}),
+        (
+            ("ls", "s3://ckpt/denied"),
+            4,
+            "AccessDeniedError",
+            {"operation": "list", "status": 403, "code": "AccessDenied"},
+        ),
+    ],
+)
+def test_errors_in_json(
+    store: FakeStore, arguments: tuple[str, ...], code: int, kind: str, facts: dict[str, object]
+) -> None:
+    """With --json an error is a document too: its class, its text, and the facts that are known; the line on stderr stays."""
+    store.before = lambda operation, key: denied(operation, key) if "denied" in key else None
+    result = run(*arguments, "--json")
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["class"]) == (code, kind)
+    assert error["message"]
+    assert facts.items() <= error.items()
+    assert result.stderr.startswith(f"dcp-s3: {error['message'].splitlines()[0][:40]}")
+
+
+def test_version() -> None:
+    """The program tells its version."""
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"dcp-s3 {dcp_s3.__version__}\n")
+
+
+@pytest.mark.parametrize("url, whole", [("s3://ckpt/run", False), ("s3://ckpt", True)])
+def test_what_the_lifecycle_rule_does_is_said(store: FakeStore, url: str, *, whole: bool) -> None:
+    """To apply it replaces what the bucket has; without a prefix it is about the whole bucket."""
+    text = run("gc", url).stdout
+    assert "REPLACES all lifecycle rules of the bucket" in text
+    assert ("WHOLE bucket" in text) is whole
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 @pytest.mark.parametrize("how", ["denied", "unreachable"])
-def test_a_store_that_does_not_answer_is_3(store: FakeStore, command: str, how: str) -> None:
-    """Refused and unreachable are neither good nor bad: exit code 3 and one line with the facts."""
+def test_a_store_that_does_not_answer_is_3_and_one_that_refuses_is_4(store: FakeStore, command: str, how: str) -> None:
+    """Refused and unreachable are neither good nor bad, and two things: exit codes 4 and 3, one line with the facts."""
 
     def fail(operation: str, key: str) -> None:
         if how == "denied":
@@ -199,7 +300,7 @@ def test_a_store_that_does_not_answer_is_3(store: FakeStore, command: str, how: 
 
     store.before = fail
     result = run(command, "s3://ckpt/run")
-    assert (result.exit_code, result.stdout) == (3, "")
+    assert (result.exit_code, result.stdout) == (4 if how == "denied" else 3, "")
     (line,) = result.stderr.splitlines()
     assert ("status=403" if how == "denied" else "the store did not answer [attempts=8]") in line
 

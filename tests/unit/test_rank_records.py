@@ -84,13 +84,13 @@ def test_one_rank_where_there_were_two(store: FakeStore) -> None:
     """A world of one rank is whole by itself."""
     save_ranks(store, [0, 1], 2)
     save_ranks(store, [0], 1, step=2)
-    assert looked_at(store) == ("complete", True)
+    assert looked_at(store) == ("committed", True)
 
 
 def test_what_version_0_1_wrote(store: FakeStore) -> None:
     """Its manifests say one rank whatever the world: a gap is seen, and that the last ones may be missing is said."""
     save_ranks(store, [0, 1, 2], 1)
-    assert looked_at(store) == ("complete", True)
+    assert looked_at(store) == ("committed", True)
     assert "nothing says how many ranks" in verify_checkpoint(store, RUN, deep=False).notes[0]
     del store.objects["run/__1.metadata"]
     assert not looked_at(store)[1]
@@ -101,7 +101,7 @@ def test_beside_a_record_of_all(store: FakeStore) -> None:
     save_ranks(store, [0, 1], 2)
     store.now += SECOND
     save(store, RUN)
-    assert looked_at(store) == ("complete", True)
+    assert looked_at(store) == ("committed", True)
     assert len(verify_checkpoint(store, RUN, deep=False).notes) == 2
     save_ranks(store, [0, 1], 2, step=2)
     state, good = looked_at(store)

@@ -211,3 +211,28 @@ def test_once_repeats_only_what_was_refused():
     with pytest.raises(StorageError, match="lost"):
         retry.call(unclear, POLICY, once=True)
     assert unclear.calls == 1
+
+
+@both
+def test_a_word_after_the_first_failure(how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """One WARNING for each operation, at once, however many of its requests fail and how often; after a minute one more."""
+    monkeypatch.setattr(retry, "_warned", {})
+    caplog.set_level(logging.WARNING, logger="dcp_s3._transfer.retry")
+
+    def failing(operation: str, times: int) -> Failing:
+        return Failing(*(unavailable(f"{n}").with_context(operation=operation, key="k") for n in range(times)))
+
+    for operation in ("UploadPart", "UploadPart", "GetObject"):
+        run(how, failing(operation, 3))
+    assert [record.message for record in caplog.records] == [
+        "0 [operation=UploadPart, key=k]; it is sent again, up to 5 times in all",
+        "0 [operation=GetObject, key=k]; it is sent again, up to 5 times in all",
+    ]
+    monkeypatch.setattr(retry, "_QUIET_S", 0.0)
+    retry._warned.clear()
+    run(how, failing("UploadPart", 2))
+    assert len(caplog.records) == 4
+    run(how, Failing())
+    with pytest.raises(AccessDeniedError):
+        run(how, Failing(mark(AccessDeniedError("no"), tries=NEVER)))
+    assert len(caplog.records) == 4
