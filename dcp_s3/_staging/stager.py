@@ -164,6 +164,7 @@ class Stager:
         turn = new_turn()
         turn.place = place or turn.place
         try:
+            turn.queue()
             try:
                 snapshot = Snapshot(state_dict)
                 if self._async_staging:
