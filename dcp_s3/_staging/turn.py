@@ -91,7 +91,9 @@ class Turn:
             with interruption_told():
                 while (late := _not_begun()) is not None:
                     if time.monotonic() >= end:
-                        logger.warning("%s has not begun for %g s; the next one does not wait for that", late, _PROCESS_S)
+                        logger.warning(
+                            "%s has not begun for %g s; the next one does not wait for that", late, _PROCESS_S
+                        )
                         late.cancel()
                     time.sleep(_POLL_S)
         with _lock:
