@@ -216,9 +216,9 @@ class S3StorageReader(StorageReader):
         load.pause = Pause()
         try:
             metadata = self._read_record(load)
-        except Exception as error:
+        except BaseException as error:
             load.pause.end()
-            if not isinstance(error, CheckpointNotFoundError):
+            if isinstance(error, Exception) and not isinstance(error, CheckpointNotFoundError):
                 self._local.refused = error
             raise
         if metadata.storage_meta is None:
@@ -372,6 +372,11 @@ class S3StorageReader(StorageReader):
         except CorruptCheckpointError:
             self._check_record(load)
             raise
+        finally:
+            try:
+                downloader.close()
+            finally:
+                downloader.close()  # what is left, where an interrupt ended the first call; else nothing
         self._check_record(load)
         seconds = time.monotonic() - load.started
         _log.info(

@@ -283,7 +283,7 @@ class S3StorageWriter(StorageWriter):
 
     def _stager(self) -> Stager:
         config = self._config
-        return stager_for(config, buffers=config.staging_buffers, async_staging=config.async_staging)
+        return stager_for(buffers=config.staging_buffers, async_staging=config.async_staging)
 
     # ------------------------------------------------------------------ inside
 
@@ -377,7 +377,10 @@ class S3StorageWriter(StorageWriter):
             results = [self._write_item(shard, item, planner, leases, loadability) for item in _bytes_first(plan.items)]
             receipts = shard.finish()
         except BaseException as error:
-            shard.abort()
+            try:
+                shard.abort()
+            finally:
+                shard.abort()  # what is left, where an interrupt ended the first call; else nothing
             portable = _portable(error, save.rank)
             if portable is error:
                 raise

@@ -17,7 +17,8 @@ PAUSE_S: Final = 10.0
 """Longest time that DCP's planning, and a short save or load as a whole, run without the collector, seconds."""
 
 _lock = threading.Lock()
-_pauses = 0
+_pauses: set[object] = set()
+"""Who keeps it off. A signal handler may raise anywhere: whoever leaves twice, or without having entered, changes nothing."""
 _was_enabled = False
 
 
@@ -35,9 +36,9 @@ class Pause:
     __slots__ = ("_pid",)
 
     def __init__(self, limit_s: float = PAUSE_S) -> None:
-        _enter()
         self._pid = os.getpid()
         self.end_in(limit_s)
+        _enter(self)
 
     def end_in(self, seconds: float) -> None:
         """End it after so long, if nobody does before."""
@@ -49,10 +50,8 @@ class Pause:
 
     def end(self) -> None:
         """Let the collector work again. Later calls do nothing, nor do those in a forked child."""
-        with _lock:  # the timer and the save may end it at once
-            pid, self._pid = self._pid, 0
-        if pid == os.getpid():
-            _leave()
+        if self._pid == os.getpid():
+            _leave(self)
 
 
 @contextlib.contextmanager
@@ -62,37 +61,41 @@ def gc_paused() -> Iterator[None]:
     Each of its passes would visit all of them: 1.4 s instead of 0.3 s for 64,000 records. Nests, and may overlap in
     several threads: the last one out switches it on again, if it was on.
     """
-    _enter()
+    pause = object()
     try:
+        _enter(pause)
         yield
     finally:
-        _leave()
+        try:
+            _leave(pause)
+        finally:
+            _leave(pause)  # an interrupt may have ended the first call
 
 
-def _enter() -> None:
-    global _pauses, _was_enabled  # noqa: PLW0603 -- the collector is the process's
+def _enter(pause: object) -> None:
+    global _was_enabled  # noqa: PLW0603 -- the collector is the process's
     with _lock:
-        if _pauses == 0:
+        if not _pauses:
             _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
+        _pauses.add(pause)
+        gc.disable()
 
 
-def _leave() -> None:
-    global _pauses  # noqa: PLW0603
-    with _lock:
-        _pauses -= 1
-        if _pauses == 0 and _was_enabled:
-            gc.enable()
+def _leave(pause: object) -> None:
+    with _lock:  # the timer and the save may end it at once
+        if pause in _pauses:
+            if len(_pauses) == 1 and _was_enabled:
+                gc.enable()
+            _pauses.discard(pause)
 
 
 def _after_fork_in_child() -> None:
     # the threads that paused it do not exist here, and one of them may have held the lock
-    global _lock, _pauses  # noqa: PLW0603
+    global _lock  # noqa: PLW0603
     _lock = threading.Lock()
     if _pauses and _was_enabled:
         gc.enable()
-    _pauses = 0
+    _pauses.clear()
 
 
 on_fork(_after_fork_in_child)

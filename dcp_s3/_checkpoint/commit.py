@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from dcp_s3._checkpoint.layout import WRITE_ID_FIELD, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._transfer.patience import call_all
 from dcp_s3._transfer.retry import backoff_s
 from dcp_s3._transfer.store import is_missing, is_precondition_failed, save_metadata
 from dcp_s3.errors import (
@@ -85,13 +86,8 @@ def look(store: ControlStore, key: str, other: str) -> Observed:
         CheckpointExistsError: The other one is there.
         StorageError: As of :func:`observe`.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dcp_s3-look") as pool:
-        try:
-            looking = pool.submit(_is_there, store, other)
-        except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
-            looking = None
-        observed = observe(store, key)
-        found = looking.result() if looking is not None else _is_there(store, other)
+    looks: list[Callable[[], Observed | bool]] = [lambda: observe(store, key), lambda: _is_there(store, other)]
+    observed, found = cast("tuple[Observed, bool]", call_all(looks, threads=len(looks)))
     if found:
         folder, name = other.rpartition("/")[::2]
         alone = name != ".metadata"
@@ -379,13 +375,7 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
         )
         return 0
     keys = [url.key(entry.key) for entry in manifest.objects]
-    try:
-        with ThreadPoolExecutor(
-            max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete"
-        ) as pool:
-            failures = sum(pool.map(lambda key: _delete(store, key), keys))
-    except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
-        failures = sum(_delete(store, key) for key in keys)
+    failures = sum(call_all([functools.partial(_delete, store, key) for key in keys], threads=_DELETE_THREADS))
     return failures + (_delete(store, name) if not failures else 0)
 
 

@@ -57,14 +57,29 @@ def failed(error: BaseException, turn: Turn | None = None) -> StagedStateDict:
 
 
 class StagedStateDict(dict[str, Any]):
-    """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor."""
+    """A staged state dict: its tensors lie in one leased block, which crosses to another process as one descriptor.
 
-    __slots__ = ("__weakref__", "lease", "turn")
+    Args:
+        staged: The state dict.
+        lease: Its block's; ``None`` where it has no tensors.
+        turn: The turn of its save.
+        before_crossing: Brings the block into shared memory.
+    """
 
-    def __init__(self, staged: dict[str, Any], lease: Lease | None, turn: Turn | None = None) -> None:
+    __slots__ = ("__weakref__", "before_crossing", "lease", "turn")
+
+    def __init__(
+        self,
+        staged: dict[str, Any],
+        lease: Lease | None,
+        turn: Turn | None = None,
+        *,
+        before_crossing: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(staged)
         self.lease = lease
         self.turn = turn
+        self.before_crossing = before_crossing
         if turn is not None:
             turn.belongs_to(self)
 
@@ -94,6 +109,8 @@ def _ship(staged: StagedStateDict) -> tuple[Callable[..., Any], tuple[Any, ...]]
             _Shipper(pickled, lease).dump(dict(staged))
         if lease is None:
             return _receive, (None, pickled.getvalue())
+        if staged.before_crossing is not None:
+            staged.before_crossing()
         return _receive, (lease.ship(), pickled.getvalue())
     except Exception as error:  # noqa: BLE001 -- whatever it is, it must reach the save
         return dict, (dict(failed(error)),)

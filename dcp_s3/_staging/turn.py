@@ -80,6 +80,28 @@ class Turn:
         """Note the state dict that was staged: when nobody holds it any more, DCP has returned from its save."""
         self._staged = weakref.ref(staged)
 
+    def queue(self) -> None:
+        """Take the place behind all others. Whoever fails or is interrupted from here on calls :meth:`cancel`.
+
+        In a group, waits until the save before has begun: while DCP starts its checkpoint process for that one, it would start
+        another for this one, and each rank would decide so by itself.
+        """
+        if World.now().size > 1 and not _has_checkpoint_process():
+            end = time.monotonic() + _PROCESS_S
+            with interruption_told():
+                while (late := _not_begun()) is not None:
+                    if time.monotonic() >= end:
+                        logger.warning(
+                            "%s has not begun for %g s; the next one does not wait for that", late, _PROCESS_S
+                        )
+                        late.cancel()
+                    time.sleep(_POLL_S)
+        with _lock:
+            _turns[:] = [turn for turn in _turns if not turn.over()]
+            self.number = next(_numbers)
+            _turns.append(self)
+        _watch_over_the_end()
+
     def cancel(self) -> None:
         """There will be no save: the staging was interrupted."""
         self._cancelled = True
@@ -169,26 +191,8 @@ _lock = threading.Lock()
 
 
 def new_turn() -> Turn:
-    """A turn behind all others, for a state dict that is about to be staged.
-
-    In a group, waits until the save before has begun: while DCP starts its checkpoint process for that one, it would start
-    another for this one, and each rank would decide so by itself.
-    """
-    world = World.now()
-    if world.size > 1 and not _has_checkpoint_process():
-        end = time.monotonic() + _PROCESS_S
-        with interruption_told():
-            while (late := _not_begun()) is not None:
-                if time.monotonic() >= end:
-                    logger.warning("%s has not begun for %g s; the next one does not wait for that", late, _PROCESS_S)
-                    late.cancel()
-                time.sleep(_POLL_S)
-    with _lock:
-        _turns[:] = [turn for turn in _turns if not turn.over()]
-        turn = Turn(next(_numbers), world)
-        _turns.append(turn)
-    _watch_over_the_end()
-    return turn
+    """A turn for a state dict that is about to be staged; :meth:`Turn.queue` puts it behind all others."""
+    return Turn(0, World.now())
 
 
 def received_turn() -> Turn:

@@ -18,6 +18,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+"""Longest single wait for a work: an interrupted waiter may have kept the wake-up."""
 
 
 class Work(concurrent.futures.Future[T]):
@@ -25,40 +27,138 @@ class Work(concurrent.futures.Future[T]):
 
     (``asyncio.run_coroutine_threadsafe`` gives a future that counts as cancelled while its task still runs; an abort
     would then overtake the parts it has to follow.)
+
+    A signal handler may raise between any two steps of the main thread. Whoever must not lose a work notes it before
+    :meth:`start`; ``stop`` ends it wherever it was. No method that waits takes a lock of Python code: the ``Condition``
+    of a future, left behind by an interrupt, would stop the loop thread for ever.
+
+    Args:
+        loop: The loop that it runs on.
+        function: Makes the coroutine, on the loop thread.
+        on_end: Called with the work on the loop thread when it is done. (A callback that named it would be a cycle, and
+            keep what it holds until a garbage collection.)
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        on_end: Callable[[Work[T]], None] | None = None,
+    ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # from now on only the task decides
+        self.started = False
         self._loop = loop
+        self._function: Callable[[], Coroutine[Any, Any, T]] | None = function
+        self._on_end = on_end
         self._task: asyncio.Task[T] | None = None
-        self._stopped = False
-        loop.call_soon_threadsafe(self._start, coroutine)
+        self._over = False
+        self._error: BaseException | None = None
+        self._value: T | None = None
+        self._latch = threading.Lock()
+        self._latch.acquire()
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._task = self._loop.create_task(coroutine)
-        self._task.add_done_callback(self._end)
-        if self._stopped:
-            self._task.cancel()
+    def start(self) -> None:
+        """Have it begin. A second call does nothing, nor does one behind :meth:`stop`."""
+        self._loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            self.started = True
+            self._task = self._loop.create_task(function())
+            self._task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[T]) -> None:
         self._task = None  # no cycle: what the coroutine held is free when the future is
         if task.cancelled():
-            self.set_exception(concurrent.futures.CancelledError())
+            self._finish(concurrent.futures.CancelledError())
         elif (error := task.exception()) is not None:
+            self._finish(error)
+        else:
+            self._finish(None, task.result())
+
+    def _finish(self, error: BaseException | None, value: T | None = None) -> None:
+        self._error, self._value, self._over = error, value, True
+        if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(task.result())
+            self.set_result(value)  # type: ignore[arg-type] # a T where there is no error
+        self._latch.release()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
 
     def stop(self) -> None:
         """Ask the task to end; the future then has a ``CancelledError``, unless it was done before."""
-        self._stopped = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self._over:
+            self._function = None
+            self._finish(concurrent.futures.CancelledError())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done.
+
+        Args:
+            timeout_s: Longest wait, seconds; ``None`` has no limit.
+
+        Returns:
+            Whether it is.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._over:
+            left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
+            if left <= 0:
+                return False
+            if self._latch.acquire(timeout=left):
+                self._latch.release()  # for the next one
+        return True
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._over
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What it failed of; ``None`` if it did not. Raises TimeoutError behind ``timeout`` seconds."""
+        if not self.wait(timeout):
+            raise TimeoutError
+        return self._error
+
+    def result(self, timeout: float | None = None) -> T:
+        """Its value, or its exception, raised. Raises TimeoutError behind ``timeout`` seconds."""
+        error = self.exception(timeout)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, self  # no cycle of the traceback and its frame
+        return self._value  # type: ignore[return-value] # a T where there is no error
+
+
+class Bell:
+    """Wakes one thread that waits. Only a hint: it may ring for nothing, and an interrupt may swallow a ring.
+
+    A ``Condition`` is not for the main thread: a signal handler that raises at the end of its Python-written ``__enter__``
+    leaves its lock taken for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Wake the waiting thread, or the next one that waits."""
+        with contextlib.suppress(RuntimeError):  # it has rung already
+            self._lock.release()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a ring, for at most so many seconds."""
+        self._lock.acquire(timeout=max(0.0, timeout_s))
 
 
 async def ended(future: asyncio.Future[Any], *, timeout_s: float | None = None) -> None:
@@ -129,7 +229,15 @@ class Portal:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Work[T]:
         """Start a coroutine on the loop thread."""
-        return Work(self.loop, coroutine)
+        work = Work(self.loop, lambda: coroutine)
+        work.start()
+        return work
+
+    def work(
+        self, function: Callable[[], Coroutine[Any, Any, T]], on_end: Callable[[Work[T]], None] | None = None
+    ) -> Work[T]:
+        """A work that the caller notes, and then starts."""
+        return Work(self.loop, function, on_end)
 
     def on_close(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have ``closer`` run on the loop before it stops."""

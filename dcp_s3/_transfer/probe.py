@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -45,12 +44,12 @@ class Conditions:
 
 
 _known: dict[tuple[object, ...], Conditions] = {}
-_asking: dict[tuple[object, ...], threading.Lock] = {}
-"""One lock per place: a store that hangs must not hold up the saves to another one."""
+_asking: dict[tuple[object, ...], int] = {}
+"""The thread that asks, by place: a store that hangs must not hold up the saves to another one."""
 
 
 def _forget() -> None:
-    _asking.clear()  # a lock held during the fork would stay held in the child
+    _asking.clear()  # the thread that asks does not exist in the child
     _known.clear()
 
 
@@ -74,9 +73,7 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
         StorageError: The store fails for another reason than a condition.
     """
     place = _place(store)
-    with store.waiting_for(
-        _asking.setdefault(place, threading.Lock()), "waiting for another save that probes the store"
-    ):
+    with store.waiting_for(_asking, place, "waiting for another save that probes the store"):
         known = _known.get(place)
         if known is None:
             known = _known[place] = _probe(store, key)

@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
@@ -106,6 +106,10 @@ def save_metadata(deadline: Deadline) -> dict[str, str]:
 _WEB_PAGE: Final = re.compile(rb"\s*<(?:!doctype\s+html|html)\b", re.IGNORECASE)
 _OF_A_LIST: Final = ("Contents", "IsTruncated", "KeyCount", "Name", "Prefix")
 """What the reply to a listing has, at least one of them; a web page that happens to be XML has none."""
+K = TypeVar("K")
+
+_ASK_S: Final = 0.01
+"""So often a thread looks whether another one still asks, seconds."""
 _LAST_CHARACTER: Final = "\U0010ffff"
 
 
@@ -278,21 +282,34 @@ class ControlStore:
             return False
 
     @contextlib.contextmanager
-    def waiting_for(self, lock: threading.Lock, doing: str) -> Iterator[None]:
-        """Hold a lock of several threads, of which each has its own deadline.
+    def waiting_for(self, asking: dict[K, int], place: K, doing: str) -> Iterator[None]:
+        """Be the one thread that asks something of a place; each of those that wait has its own deadline.
+
+        Args:
+            asking: Identity of the thread that asks, by place. (Not a lock: an interrupt could leave that taken for ever.)
+            place: The place.
+            doing: What is waited for, for the error.
 
         Raises:
-            DeadlineExceededError: This one passed first; the text names ``doing``.
+            DeadlineExceededError: The deadline passed first.
         """
-        if not lock.acquire(
-            timeout=-1 if self._deadline is None else min(self._deadline.remaining(), threading.TIMEOUT_MAX)
-        ):
-            assert self._deadline is not None  # noqa: S101 -- without one it waits
-            raise self._deadline.error(doing)
+        me = threading.get_ident()
+
+        def leave() -> None:
+            if asking.get(place) == me:
+                asking.pop(place, None)
+
         try:
+            while asking.setdefault(place, me) != me:
+                if self._deadline is not None:
+                    self._deadline.check(doing)
+                time.sleep(_ASK_S)
             yield
         finally:
-            lock.release()
+            try:
+                leave()
+            finally:
+                leave()  # an interrupt may have ended the first call
 
     def _patience(self) -> Patience:
         seconds = self.config.connect_timeout_s + 2 * self.config.read_timeout_s

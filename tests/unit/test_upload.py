@@ -242,6 +242,9 @@ def test_the_stall_limit_that_nobody_set():
     store.hold()
     upload = upload_to(store, part_bytes=10)
     upload.append(memoryview(bytes(10)))
+    end = time.monotonic() + 10
+    while store.calls != ["create"] and time.monotonic() < end:
+        time.sleep(0.001)
     upload._job.progress.last = time.monotonic() - 100
     upload._check()
     upload._job.progress.last = time.monotonic() - 120.1
