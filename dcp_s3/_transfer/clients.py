@@ -21,9 +21,10 @@ import botocore.session
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import NoCredentialsError, ProfileNotFound
 
+from dcp_s3._transfer.faults import refuse_page, was_cut_off
 from dcp_s3._transfer.portal import on_fork
 from dcp_s3.config import S3Config
-from dcp_s3.errors import ConfigError, DcpS3Error, StorageUnavailableError
+from dcp_s3.errors import ConfigError, DcpS3Error, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,6 +160,21 @@ def _aio_session(config: S3Config) -> Any:  # noqa: ANN401 -- aiobotocore is unt
         return session
 
 
+def _prepare(client: Any) -> Any:  # noqa: ANN401 -- made at run time
+    """Keep a client to the requests that it is asked for, and to replies of S3."""
+    client.meta.events.register_last("before-parameter-build.s3", _never_redirected)
+    client.meta.events.register("before-parse.s3", refuse_page)
+    return client
+
+
+def _never_redirected(context: dict[str, Any], **_: Any) -> None:  # noqa: ANN401 -- botocore's event
+    """Say that the request was redirected before: botocore then leaves its error alone.
+
+    It would ask for the bucket's region by a HeadBucket, whose redirect it follows in the same way, hundreds of times.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
 def is_aws(endpoint: str) -> bool:
     """Whether a host is AWS's own, where virtual-hosted style is the rule."""
     host = urlsplit(endpoint).hostname or ""
@@ -201,6 +217,7 @@ class Rotation:
 
     def __init__(self, count: int) -> None:
         self._avoided_until = [0.0] * count
+        self._heard = [False] * count
         self._turn = -1
         self._lock = threading.Lock()
 
@@ -215,11 +232,28 @@ class Rotation:
                     return self._turn
             return min(range(count), key=self._avoided_until.__getitem__)
 
+    def has_heard(self, index: int) -> bool:
+        """Whether an endpoint has ever answered in HTTP."""
+        return self._heard[index]
+
+    def heard(self, index: int) -> None:
+        """Note that an endpoint has answered in HTTP."""
+        self._heard[index] = True
+
     def note(self, index: int, error: DcpS3Error) -> None:
         """Pass an endpoint over for a while if it gave no answer at all."""
+        if isinstance(error, StorageError) and error.status is not None:
+            self.heard(index)
         if isinstance(error, StorageUnavailableError) and error.status is None:
             with self._lock:
                 self._avoided_until[index] = time.monotonic() + _AVOID_S
+
+
+def remind_of_tls(clients: ControlClients | DataClients, index: int, error: DcpS3Error) -> None:
+    """Add to an error that an endpoint's ``http://`` may be wrong, where connections to it have only ever been cut off."""
+    plain = str(clients[index].meta.endpoint_url).startswith("http://")
+    if plain and not clients.rotation.has_heard(index) and was_cut_off(error):
+        error.message += "; if the port speaks TLS, write https:// in endpoint_url"
 
 
 class ControlClients:
@@ -259,7 +293,7 @@ class ControlClients:
         if config.addressing_style == "auto" and not path_style and not is_aws(client.meta.endpoint_url):
             # the endpoint came from the profile's own file
             client = self._session.client("s3", config=BotoConfig(**boto_options(config, path_style=True)), **options)
-        return client
+        return _prepare(client)
 
     def __getitem__(self, index: int) -> Any:  # noqa: ANN401
         return self._clients[index]
@@ -350,7 +384,7 @@ class DataClients:
 
         options = AioConfig(http_session_cls=ViewSession, **boto_options(config, path_style=path_style))
         made = self._session.create_client("s3", config=options, **client_options(config, endpoint, region))
-        return await self._stack.enter_async_context(made)
+        return _prepare(await self._stack.enter_async_context(made))
 
     async def renewed(self) -> DataClients | None:
         """Clients with the credentials that the chain gives now, ``None`` if those are the same as before."""

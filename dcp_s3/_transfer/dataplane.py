@@ -12,14 +12,14 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.budget import ByteBudget
 from dcp_s3._transfer.checksum import crc64nvme, header_value
-from dcp_s3._transfer.clients import CurrentDataClients, close_data_clients, connection_of
+from dcp_s3._transfer.clients import CurrentDataClients, close_data_clients, connection_of, remind_of_tls
 from dcp_s3._transfer.faults import is_expired, is_missing, is_refused_as_unknown, translate
 from dcp_s3._transfer.patience import Patience
 from dcp_s3._transfer.payload import Progress
@@ -61,8 +61,8 @@ class Head:
     size: int
     etag: str
     token: str | None
-    age_s: float | None = None
-    crc32c: str | None = None
+    age_s: float | None = field(default=None, compare=False)
+    crc32c: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +161,14 @@ class DataPlane:
                             call = getattr(clients[endpoint], method)(Bucket=job.bucket, Key=key, **params)
                             request = asyncio.ensure_future(call)
                         reply: dict[str, Any] = await self._watched(request, progress, nbytes, job)
+                    clients.rotation.heard(endpoint)
                     given.check_taken()
                     if check is not None:
                         check(reply)
                 except Exception as error:
                     made = translate(error, operation=operation, bucket=job.bucket, key=key, part=part)
                     clients.rotation.note(endpoint, made)
+                    remind_of_tls(clients, endpoint, made)
                     if is_expired(made) and await self._renewed(clients, job):
                         retry.mark(made, tries=2)  # once more, with other credentials
                     raise made from error

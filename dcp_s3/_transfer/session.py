@@ -111,7 +111,7 @@ class ViewSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore's sessio
             tracing.on_connection_reuseconn.append(_note_reuse)
             tracing.freeze()
             session._trace_configs.append(tracing)  # noqa: SLF001 -- aiobotocore makes the session without any
-        return session
+        return _Unredirected(session)
 
     async def send(self, request: Any) -> Any:  # noqa: ANN401 -- botocore's AWSPreparedRequest and AWSResponse
         """Send a signed request."""
@@ -206,6 +206,16 @@ async def _watched_queue(views: Sequence[memoryview], progress: Progress) -> Asy
         yield make
     finally:
         watching.cancel()
+
+
+class _Unredirected:
+    """An aiohttp session as aiobotocore uses it, that hands redirects out: followed, a POST would become a GET elsewhere."""
+
+    def __init__(self, session: Any) -> None:  # noqa: ANN401 -- aiohttp's session
+        self._session = session
+
+    async def request(self, method: str, **options: Any) -> Any:  # noqa: ANN401 -- aiohttp's own
+        return await self._session.request(method, allow_redirects=False, **options)
 
 
 def _parts_of(request: Any) -> tuple[tuple[str, int], str, list[tuple[str, str]]]:  # noqa: ANN401

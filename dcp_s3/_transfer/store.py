@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,16 @@ from urllib.parse import urlencode
 
 from dcp_s3._transfer import retry
 from dcp_s3._transfer.checksum import crc32c, header_value
-from dcp_s3._transfer.clients import KEPT_IDLE, ControlClients, connection_of
-from dcp_s3._transfer.faults import is_expired, is_missing, is_precondition_failed, is_refused_as_unknown, translate
+from dcp_s3._transfer.clients import KEPT_IDLE, ControlClients, connection_of, remind_of_tls
+from dcp_s3._transfer.faults import (
+    is_expired,
+    is_missing,
+    is_page,
+    is_precondition_failed,
+    is_refused_as_unknown,
+    not_s3,
+    translate,
+)
 from dcp_s3._transfer.patience import Patience, call_within
 from dcp_s3._transfer.portal import on_fork
 from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
@@ -103,7 +110,6 @@ def save_metadata(deadline: Deadline) -> dict[str, str]:
     return {SAVE_FIELD: str(math.ceil(deadline.seconds))}
 
 
-_WEB_PAGE: Final = re.compile(rb"\s*<(?:!doctype\s+html|html)\b", re.IGNORECASE)
 _OF_A_LIST: Final = ("Contents", "IsTruncated", "KeyCount", "Name", "Prefix")
 """What the reply to a listing has, at least one of them; a web page that happens to be XML has none."""
 _LAST_CHARACTER: Final = "\U0010ffff"
@@ -260,9 +266,11 @@ class ControlStore:
         except Exception as error:
             made = translate(error, operation=operation, bucket=self.bucket, key=key)
             clients.rotation.note(endpoint, made)
+            remind_of_tls(clients, endpoint, made)
             if is_expired(made) and self._renewed(shared, clients):
                 retry.mark(made, tries=2)  # once more, with other credentials
             raise made from error
+        clients.rotation.heard(endpoint)
         if int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode") or 200) < 200:
             clients.close()  # the reply proper is still to come on that connection
             raise retry.unavailable("an interim reply (1xx) came, which the SDK takes for the reply proper")
@@ -314,8 +322,8 @@ class ControlStore:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
-        if byte_range is None and _WEB_PAGE.match(body):  # no record and no manifest
-            raise self._no_endpoint("GetObject", key)
+        if is_page(body) and (byte_range is None or not reply.get("ETag")):  # no record and no manifest
+            raise not_s3(200, body).with_context(rank=self._rank, operation="GetObject", bucket=self.bucket, key=key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]
         info = _info(key, reply)
