@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from dcp_s3._checkpoint.layout import WRITE_ID_FIELD, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._transfer.retry import backoff_s
 from dcp_s3._transfer.store import is_missing, is_precondition_failed, save_metadata
 from dcp_s3.errors import (
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _REFUSALS: Final = 5
-"""So often a store may refuse the condition although nothing has changed, before that counts as a conflict."""
-_DELETE_THREADS: Final = 8
+"""So often a store may refuse the condition although nothing has changed, before the save fails: conditions do not work there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,8 @@ def look(store: ControlStore, key: str, other: str) -> Observed:
         CheckpointExistsError: The other one is there.
         StorageError: As of :func:`observe`.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dcp_s3-look") as pool:
-        try:
-            looking = pool.submit(_is_there, store, other)
-        except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
-            looking = None
-        observed = observe(store, key)
-        found = looking.result() if looking is not None else _is_there(store, other)
+    looks: tuple[Callable[[], Observed | bool], ...] = (lambda: observe(store, key), lambda: _is_there(store, other))
+    observed, found = cast("tuple[Observed, bool]", in_parallel(lambda look: look(), looks))
     if found:
         folder, name = other.rpartition("/")[::2]
         alone = name != ".metadata"
@@ -248,15 +242,7 @@ def commit(
                 f"s3://{store.bucket}/{key} is as this save found it: conditional PUTs do not work through this endpoint (does "
                 "something in between change ETags or conditions?). What is there stands, ours is not there; "
                 "conditional_commit='off' saves without conditions"
-            ).with_context(
-                bucket=store.bucket,
-                key=key,
-                operation="PutObject",
-                status=failure.status,
-                code=failure.code,
-                request_id=failure.request_id,
-                attempts=attempt,
-            ) from failure
+            ).with_context(**_of_the_put(store, key, attempt, failure)) from failure
         if there == "foreign":
             place = f"s3://{store.bucket}/{key}"
             why = (
@@ -279,15 +265,20 @@ def _unknown(store: ControlStore, key: str, attempts: int, cause: StorageError) 
     return StorageUnavailableError(
         f"commit outcome unknown: the record was sent but the store never confirmed it ({cause.message}); load the checkpoint "
         "to see which one is there. Nothing that this save wrote was deleted"
-    ).with_context(
-        bucket=store.bucket,
-        key=key,
-        operation="PutObject",
-        status=cause.status,
-        code=cause.code,
-        request_id=cause.request_id,
-        attempts=attempts,
-    )
+    ).with_context(**_of_the_put(store, key, attempts, cause))
+
+
+def _of_the_put(store: ControlStore, key: str, attempts: int, answer: StorageError) -> dict[str, Any]:
+    """What an error says of the record's PUT and of its last answer."""
+    return {
+        "bucket": store.bucket,
+        "key": key,
+        "operation": "PutObject",
+        "status": answer.status,
+        "code": answer.code,
+        "request_id": answer.request_id,
+        "attempts": attempts,
+    }
 
 
 def _read_back(store: ControlStore, key: str, body: bytes, observed: Observed) -> str:
@@ -379,13 +370,7 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
         )
         return 0
     keys = [url.key(entry.key) for entry in manifest.objects]
-    try:
-        with ThreadPoolExecutor(
-            max_workers=min(_DELETE_THREADS, len(keys) + 1), thread_name_prefix="dcp_s3-delete"
-        ) as pool:
-            failures = sum(pool.map(lambda key: _delete(store, key), keys))
-    except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
-        failures = sum(_delete(store, key) for key in keys)
+    failures = sum(in_parallel(lambda key: _delete(store, key), keys))
     return failures + (_delete(store, name) if not failures else 0)
 
 

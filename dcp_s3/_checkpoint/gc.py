@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from dcp_s3._checkpoint.inventory import etags, in_parallel, natural, rank_records, read_records
+from dcp_s3._checkpoint.inventory import etags, natural, rank_records, read_records
 from dcp_s3._checkpoint.layout import (
     DATA_PREFIX,
     RECORD_NAME,
@@ -33,6 +33,7 @@ from dcp_s3._checkpoint.layout import (
     manifest_write_id,
     owner_of,
 )
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._transfer.store import SAVE_FIELD, is_missing
 from dcp_s3.config import DEFAULT_DEADLINE_S
 from dcp_s3.errors import AccessDeniedError, ConfigError, StorageError, StorageUnavailableError

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from dcp_s3._checkpoint.layout import (
     RECORD_NAME,
@@ -20,11 +19,12 @@ from dcp_s3._checkpoint.layout import (
     record_rank,
 )
 from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._transfer.store import is_missing
 from dcp_s3.errors import AccessDeniedError, CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from dcp_s3._checkpoint.layout import CheckpointUrl
     from dcp_s3._checkpoint.standin import RecordSummary
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-THREADS: Final = 8
-"""Small requests at once: enough to hide their latency, few enough for any store."""
 _TRIES: Final = 3
 """So often a record is read that is replaced while it is read."""
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -232,14 +228,3 @@ def natural(text: str) -> list[str | int]:
     """Sort key by which step-9 comes before step-10."""
     # words and numbers alternate, so that like is compared with like
     return [int(word) if i % 2 else word for i, word in enumerate(_DIGITS.split(text))]
-
-
-def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Do small requests several at a time; results in order. After an error, which is raised, no more are begun."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="dcp_s3-tools") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from dcp_s3._checkpoint.gc import SLACK_S
 from dcp_s3._checkpoint.layout import manifest_name
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._transfer.store import is_missing
 from dcp_s3.errors import StorageError
 
@@ -42,11 +42,7 @@ def check_still_there(store: ControlStore, url: CheckpointUrl, manifest: Manifes
     sizes: dict[str, int | None] = {manifest_name(manifest.write_id): None}
     sizes |= {entry.key: entry.size for entry in manifest.objects}
     keys = [url.key(name) for name in sizes]
-    try:
-        with ThreadPoolExecutor(min(_THREADS, len(keys)), thread_name_prefix="dcp_s3-look") as pool:
-            found = list(pool.map(lambda key: _size(store, key), keys))
-    except RuntimeError:  # the interpreter ends, waits for this save, and starts no more threads of a pool
-        found = [_size(store, key) for key in keys]
+    found = in_parallel(lambda key: _size(store, key), keys, threads=_THREADS)
     lost = [
         key
         for key, size, wanted in zip(keys, found, sizes.values(), strict=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
-from dcp_s3._checkpoint.inventory import in_parallel, natural
+from dcp_s3._checkpoint.inventory import natural
 from dcp_s3._checkpoint.layout import (
     DATA_PREFIX,
     RECORD_NAME,
@@ -17,6 +17,7 @@ from dcp_s3._checkpoint.layout import (
     manifest_write_id,
     owner_of,
 )
+from dcp_s3._checkpoint.parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from dcp_s3._checkpoint import gc
 from dcp_s3._checkpoint.gc import GarbageReport
-from dcp_s3._checkpoint.inventory import in_parallel, read_records
+from dcp_s3._checkpoint.inventory import read_records
 from dcp_s3._checkpoint.layout import RECORD_NAME, parse_url
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._checkpoint.ranks import newest_save
 from dcp_s3._checkpoint.survey import survey
 from dcp_s3._checkpoint.verify import VerifyReport, verify_checkpoint

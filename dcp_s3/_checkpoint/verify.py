@@ -7,7 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dcp_s3._checkpoint.inventory import Record, etags, in_parallel, read_records
+from dcp_s3._checkpoint.inventory import Record, etags, read_records
+from dcp_s3._checkpoint.parallel import in_parallel
 from dcp_s3._checkpoint.ranks import newest_save
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.store import is_missing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import hypothesis
 import pytest
@@ -30,22 +29,6 @@ MARGIN_S = DEADLINE_S + gc.SLACK_S
 BOTH = Conditions(create=True, replace="quoted")
 FATES: tuple[Fate, ...] = ("lost reply", "not done", "late", "dies before", "dies after")
 RANKS = 2
-
-
-class Serial:
-    """Stands for a thread pool: the order of requests must be the same whenever a run is repeated."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-    def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        return map(work, items)
 
 
 class Save:
@@ -115,8 +98,11 @@ class Commits(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(retry, "_now", lambda: self.world.clock_s)
         self.patch.setattr(commit_module, "time", types.SimpleNamespace(sleep=self._pass))
-        self.patch.setattr(commit_module, "ThreadPoolExecutor", Serial)
-        for module in (gc, inventory):
+        for module in (
+            commit_module,
+            gc,
+            inventory,
+        ):  # one by one: the order must be the same whenever a run is repeated
             self.patch.setattr(module, "in_parallel", lambda work, items: [work(item) for item in items])
 
     def _pass(self, seconds: float) -> None:

@@ -6,20 +6,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, StorageError, abort_stale_uploads, collect_garbage
+from dcp_s3 import S3StorageWriter, StorageError, abort_stale_uploads, collect_garbage
 from dcp_s3._checkpoint import commit as commit_module
 from dcp_s3._checkpoint import deadline
 from dcp_s3._checkpoint.gc import SLACK_S, GarbageReport
 from dcp_s3._transfer import dataplane, retry
 from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, GateHandle, error
+from tests.fault.test_race_collector import PART, URL, load, state_of
 
-URL = "s3://bucket/run"
-MIB = 1 << 20
-PART = 5 * MIB
 GROUP_S = 7200.0
 """Time-out of the writers' process group: their saves have 6,480 s."""
 SAVE_S = 0.9 * GROUP_S
@@ -33,24 +30,10 @@ def in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "_group_timeout_s", lambda: GROUP_S)
 
 
-def state_of(value: int) -> dict[str, torch.Tensor]:
-    """Two tensors, an upload of two parts."""
-    return {f"t{n}": torch.full((3 * MIB // 4,), value + n, dtype=torch.int32) for n in range(2)}
-
-
 def save(s3: FaultServer, value: int) -> BaseException | None:
     """Save, and return what was raised in the writer."""
     writer = S3StorageWriter(URL, config=config_of(s3, part_bytes=PART))
     return failure_of(lambda: dcp.save(state_of(value), storage_writer=writer, no_dist=True))
-
-
-def load(s3: FaultServer) -> int:
-    """Load, and return which save it is of."""
-    template = {f"t{n}": torch.zeros(3 * MIB // 4, dtype=torch.int32) for n in range(2)}
-    dcp.load(template, storage_reader=S3StorageReader(URL, config=config_of(s3)), no_dist=True)
-    value = int(template["t0"][0])
-    assert all(torch.equal(template[name], tensor) for name, tensor in state_of(value).items())
-    return value
 
 
 def collect(s3: FaultServer, **options: Any) -> GarbageReport:
@@ -190,7 +173,9 @@ def test_a_save_of_usual_length_does_not_look(plain_s3: FaultServer, clock: Cloc
             clock.at(age_s)
             gate.release()
             assert saving.result(30) is None
-        counts.append(len(plain_s3.requests("HeadObject")))
+        heads = [record.key for record in plain_s3.requests("HeadObject")]
+        assert heads.count("run/__0.metadata") == 1  # before the first byte: a record of the other kind
+        counts.append(len(heads) - 1)
     assert counts == [3, 5]
 
 

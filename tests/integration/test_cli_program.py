@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -90,20 +91,25 @@ def saved(server, bucket) -> tuple[str, str]:
     return server.endpoint_url, bucket.url("run")
 
 
+def run_into(output: TextIO | int, endpoint_url: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """The program with its standard output in a file or descriptor."""
+    return subprocess.run(
+        [*PROGRAM, *arguments],
+        env=environment(endpoint_url),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 def test_a_disk_that_is_full(saved: tuple[str, str]) -> None:
     """/dev/full: one line that says so, and an exit code of its own, of every command and of its help."""
     endpoint_url, url = saved
     with Path("/dev/full").open("w") as full:
         for arguments in (("ls", url), ("verify", url), ("gc", url), ("ls", url, "--json"), ("--version",)):
-            result = subprocess.run(
-                [*PROGRAM, *arguments],
-                env=environment(endpoint_url),
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=60,
-                check=False,
-            )
+            result = run_into(full, endpoint_url, arguments)
             assert result.returncode == 5
             assert result.stderr == "dcp-s3: the output could not be written: No space left on device\n"
 
@@ -114,15 +120,7 @@ def test_a_reader_that_has_enough(saved: tuple[str, str]) -> None:
     for arguments in (("ls", url), ("verify", url), ("verify", url, "--json")):
         reader, writer = os.pipe()
         os.close(reader)
-        result = subprocess.run(
-            [*PROGRAM, *arguments],
-            env=environment(endpoint_url),
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        result = run_into(writer, endpoint_url, arguments)
         os.close(writer)
         assert (result.returncode, result.stderr) == (run(endpoint_url, *arguments).returncode, "")
 
