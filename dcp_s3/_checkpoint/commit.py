@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp_s3._checkpoint.layout import WRITE_ID_FIELD, manifest_name
 from dcp_s3._checkpoint.manifest import Manifest
@@ -73,7 +73,7 @@ def observe(store: ControlStore, key: str) -> Observed:
 
 
 def look(store: ControlStore, key: str, other: str) -> Observed:
-    """Look at a save's record, and beside that whether there is one of the other kind (``use_collectives``).
+    """Look at a save's record, and then whether there is one of the other kind (``use_collectives``).
 
     Args:
         store: The bucket.
@@ -84,9 +84,8 @@ def look(store: ControlStore, key: str, other: str) -> Observed:
         CheckpointExistsError: The other one is there.
         StorageError: As of :func:`observe`.
     """
-    looks: tuple[Callable[[], Observed | bool], ...] = (lambda: observe(store, key), lambda: _is_there(store, other))
-    observed, found = cast("tuple[Observed, bool]", in_parallel(lambda look: look(), looks))
-    if found:
+    observed = observe(store, key)
+    if _is_there(store, other):
         folder, name = other.rpartition("/")[::2]
         alone = name != ".metadata"
         raise CheckpointExistsError(

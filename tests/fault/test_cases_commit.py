@@ -210,10 +210,11 @@ def test_past_the_deadline_nothing_is_committed(plain_s3: FaultServer, transfer_
 
 
 def test_a_store_that_always_refuses_a_true_condition(plain_s3: FaultServer, plain_transfer: Transfer):
-    """412 although nothing has changed counts as a conflict after a few tries; it does not go on for ever."""
+    """412 although nothing has changed is called that after a few tries, and blames no other writer; it does not go on for ever."""
     plain_s3.on("PutObject", error(412, "PreconditionFailed"))
-    with pytest.raises(CommitConflictError):
+    with pytest.raises(StorageError, match="conditional PUTs do not work through this endpoint") as caught:
         put(plain_transfer, Observed(None, None))
+    assert not isinstance(caught.value, CommitConflictError)
     assert len(plain_s3.requests("PutObject")) == 5
 
 

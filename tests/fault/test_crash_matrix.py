@@ -37,7 +37,7 @@ CLEARING = {Point(0, "HeadObject", 4), Point(0, "GetObject", 2), *(Point(0, "Del
 LOOK = Point(0, "GetObject", 1)
 """At the record, before the save: denied, it counts as "there may be none", and it is the commit that meets the one that is there."""
 OTHER = Point(0, "HeadObject", 1)
-"""At a record of the other kind, beside :data:`LOOK`: denied, it counts as not there, for so is a missing key without ListBucket."""
+"""At a record of the other kind, behind :data:`LOOK`: denied, it counts as not there, for so is a missing key without ListBucket."""
 
 ALL = [Point(rank, operation, n + 1) for (rank, operation), count in COUNTS.items() for n in range(count)]
 OF_EACH_KIND = [

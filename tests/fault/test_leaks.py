@@ -142,9 +142,8 @@ def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_prope
     assert growth < SLOPE_MIB, [round(one.rss_mib, 1) for one in held]
     assert {one.threads for one in steady} == {steady[0].threads}
     assert {one.tasks for one in steady} == {0}
-    # a connection for each part in flight, one for the data plane's small requests, and two for the control plane's, which
-    # looks for records of both kinds at once; what the store broke is opened again
-    assert max(one.sockets for one in steady) <= PARTS + 3, [one.sockets for one in held]
+    # a connection for each part in flight, and one for the small requests of each plane; what the store broke is opened again
+    assert max(one.sockets for one in steady) <= PARTS + 2, [one.sockets for one in held]
     assert {one.fds - one.sockets for one in steady} == {steady[0].fds - steady[0].sockets}
     assert {one.uploads for one in held} == {0}
     # an upload whose Create was done and not heard of has an id that nobody knows; the collector finds it by its key

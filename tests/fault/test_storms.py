@@ -104,17 +104,17 @@ def test_a_store_that_refuses_every_part(known: FaultServer, concurrency: int):
     sent = [len(known.requests("UploadPart", part=part)) for part in range(1, 6)]
     assert max(sent) == sent[(failed.part or 0) - 1] == 3
     others = [record.operation for record in known.log if record.operation != "UploadPart"]
-    assert others == ["GetObject", "CreateMultipartUpload", "AbortMultipartUpload"]
-    assert len(known.log) == sum(sent) + 3
+    assert others == ["GetObject", "HeadObject", "CreateMultipartUpload", "AbortMultipartUpload"]
+    assert len(known.log) == sum(sent) + 4
 
 
 def test_a_store_that_refuses_each_part_until_the_last_attempt(known: FaultServer):
-    """A save of N parts, each refused max_attempts - 1 times, sends N x max_attempts UploadParts and 8 requests more, and commits."""
+    """A save of N parts, each refused max_attempts - 1 times, sends N x max_attempts UploadParts and 9 requests more, and commits."""
     for part in range(1, 6):
         known.on("UploadPart", error(503, "SlowDown"), part=part, times=2)
     state = state_of(1.0, 5)
     assert save(known, state, retry=ATTEMPTS) is None
     assert [len(known.requests("UploadPart", part=part)) for part in range(1, 6)] == [3] * 5
-    assert len(known.log) == 5 * 3 + 8
+    assert len(known.log) == 5 * 3 + 9
     loaded = load(known, 5)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
