@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.server import Pace
+from benchmarks.server import CpuThrottle
 
 ALL_PEERS = (
     "dcp_s3",
@@ -31,7 +31,7 @@ class Case:
         scale: Its state dict's share of ``--size``.
         world: Ranks.
         group: There is a process group even with one rank.
-        pace: How the endpoint is paced; anything but zeros needs the s3sink.
+        throttle: How the endpoint is paced; anything but zeros needs the s3sink.
         sink: It needs the s3sink for another reason.
     """
 
@@ -42,13 +42,13 @@ class Case:
     scale: float = 1.0
     world: int = 1
     group: bool = False
-    pace: Pace = field(default_factory=Pace)
+    throttle: CpuThrottle = field(default_factory=CpuThrottle)
     sink: bool = False
 
     @property
     def needs_sink(self) -> bool:
         """Whether it cannot be measured against an endpoint of the user's."""
-        return self.sink or self.pace != Pace()
+        return self.sink or self.throttle != CpuThrottle()
 
 
 _STEPS = ("dcp_s3", "s3torchconnector", "fsspec-s3fs", "files")
@@ -111,7 +111,7 @@ CASES = (
         quick=("dcp_s3", "s3torchconnector", "raw"),
         scale=0.5,
         group=True,
-        pace=Pace(total_mbps=NETWORK_MBPS),
+        throttle=CpuThrottle(total_mbps=NETWORK_MBPS),
     ),
     Case(
         name="paced-process",
@@ -120,14 +120,14 @@ CASES = (
         quick=("dcp_s3",),
         scale=0.5,
         group=True,
-        pace=Pace(total_mbps=NETWORK_MBPS),
+        throttle=CpuThrottle(total_mbps=NETWORK_MBPS),
     ),
     Case(
         name="latency",
         title="An endpoint of 20 ms and 700 Mbit/s per connection",
         subjects=("dcp_s3", "torch.save-put"),
         quick=("dcp_s3", "torch.save-put"),
-        pace=Pace(latency_ms=20, rate_mbps=700),
+        throttle=CpuThrottle(latency_ms=20, rate_mbps=700),
     ),
     Case(
         name="commit",
@@ -135,7 +135,7 @@ CASES = (
         subjects=("dcp_s3", "s3torchconnector"),
         quick=("dcp_s3", "s3torchconnector"),
         scale=0.0625,
-        pace=Pace(latency_ms=50),
+        throttle=CpuThrottle(latency_ms=50),
         sink=True,
     ),
     Case(

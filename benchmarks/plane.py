@@ -151,9 +151,10 @@ class DataPlane:
 
     def _job(self) -> tuple[Any, Any]:
         from dcp_s3 import S3Config
-        from dcp_s3._transfer.dataplane import Job, data_plane
-        from dcp_s3._transfer.payload import Progress
-        from dcp_s3._transfer.retry import Counter, Deadline
+        from dcp_s3._transfer.http.payload import Progress
+        from dcp_s3._transfer.job import Job
+        from dcp_s3._transfer.limits.retry import Counter, Deadline
+        from dcp_s3._transfer.s3.planes import data_plane
 
         return data_plane(S3Config.from_env()), Job(self._target.bucket, Deadline(600), Counter(), Progress())
 

@@ -128,7 +128,7 @@ def measure(
             if missing and time.monotonic() > end:
                 return False
             if target.local:
-                target.set_pace(case.pace)
+                target.set_pace(case.throttle)
             for subject in missing:
                 start = time.monotonic()
                 outcome = run_job(case, subject, results.settings["gib"] * case.scale, target)

@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).with_name("s3sink.c")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class CpuThrottle:
     """How slow the endpoint is made; zeros leave it as fast as it is."""
 
     latency_ms: int = 0
@@ -67,9 +67,9 @@ class Target:
             if found:
                 client.delete_objects(Bucket=self.bucket, Delete={"Objects": found, "Quiet": True})
 
-    def set_pace(self, pace: Pace) -> None:
+    def set_pace(self, throttle: CpuThrottle) -> None:
         """Make the s3sink as slow as asked."""
-        self._control("_set?" + "&".join(f"{name}={value}" for name, value in asdict(pace).items()))
+        self._control("_set?" + "&".join(f"{name}={value}" for name, value in asdict(throttle).items()))
 
     def log(self) -> list[dict[str, Any]]:
         """The s3sink's requests since it was emptied: start and end in seconds, method, target, status."""

@@ -33,8 +33,8 @@ if sys.platform != "linux" or not hasattr(time, "CLOCK_BOOTTIME"):
     )
 
 if TYPE_CHECKING:
-    from dcp_s3._checkpoint.gc import GarbageReport
-    from dcp_s3._checkpoint.tools import (
+    from dcp_s3._checkpoint.care.garbage import GarbageReport
+    from dcp_s3._checkpoint.care.maintenance import (
         CheckpointInfo,
         abort_stale_uploads,
         collect_garbage,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         verify,
         verify_all,
     )
-    from dcp_s3._checkpoint.verify import VerifyReport
+    from dcp_s3._checkpoint.care.verify import VerifyReport
     from dcp_s3.reader import S3StorageReader
     from dcp_s3.writer import S3StorageWriter
 
@@ -76,16 +76,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CheckpointInfo": "dcp_s3._checkpoint.tools",
-    "GarbageReport": "dcp_s3._checkpoint.gc",
+    "CheckpointInfo": "dcp_s3._checkpoint.care.maintenance",
+    "GarbageReport": "dcp_s3._checkpoint.care.garbage",
     "S3StorageReader": "dcp_s3.reader",
     "S3StorageWriter": "dcp_s3.writer",
-    "VerifyReport": "dcp_s3._checkpoint.verify",
-    "abort_stale_uploads": "dcp_s3._checkpoint.tools",
-    "collect_garbage": "dcp_s3._checkpoint.tools",
-    "list_checkpoints": "dcp_s3._checkpoint.tools",
-    "verify": "dcp_s3._checkpoint.tools",
-    "verify_all": "dcp_s3._checkpoint.tools",
+    "VerifyReport": "dcp_s3._checkpoint.care.verify",
+    "abort_stale_uploads": "dcp_s3._checkpoint.care.maintenance",
+    "collect_garbage": "dcp_s3._checkpoint.care.maintenance",
+    "list_checkpoints": "dcp_s3._checkpoint.care.maintenance",
+    "verify": "dcp_s3._checkpoint.care.maintenance",
+    "verify_all": "dcp_s3._checkpoint.care.maintenance",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
+from dcp_s3._environment import settings
 from dcp_s3.errors import ConfigError
 
 __all__ = ["RetryPolicy", "S3Config"]
@@ -35,10 +35,6 @@ DEFAULT_DEADLINE_S: Final = 1500.0
 """Deadline of a save or load for which none is set, without a process group whose time-out could be read; seconds."""
 
 _SECRET = frozenset({"secret_access_key", "session_token", "sse_customer_key"})
-_ENV_PREFIX = "DCP_S3_"
-_OF_SCRIPTS: Final = ("DCP_S3_PYTHON", "DCP_S3_TORCH", "DCP_S3_VENV")
-"""What scripts/ reads, and _OF_TESTS what the tests read: no settings."""
-_OF_TESTS: Final = "DCP_S3_TEST_"
 _INTS: Final = ("part_bytes", "max_concurrency", "memory_bytes", "staging_buffers")
 _NUMBERS: Final = (
     "connect_timeout_s", "read_timeout_s", "save_deadline_s", "load_deadline_s", "stall_limit_s", "background_cores",
@@ -57,6 +53,7 @@ _OPTIONAL: Final = (
     "storage_class",
 )  # fmt: skip
 """Fields that may be ``None``, of those that are numbers or that a variable can set."""
+_RETRY: Final = ("max_attempts", "initial_wait_s", "max_wait_s")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -128,7 +125,8 @@ class S3Config:
         part_bytes: Size of an upload part, bytes, 5 MiB to 1 GiB; 0 chooses 8-32 MiB by the shard's size. Grown when a shard
             would need more than 10,000 parts. Default: 0.
         max_concurrency: Requests in flight per process, 1 to 256. Default: 16.
-        memory_bytes: Bound of the copies that one process holds for saves and loads in flight, bytes, 32 MiB or more.
+        memory_bytes: Bound of the copies that one process holds for saves and loads in flight, bytes, 32 MiB or more. Several at
+            once share it; one that would wait for itself beside others that hold all of it goes on with a part at a time.
             Contiguous CPU tensors are not copied and do not count. Default: 256 MiB.
         connect_timeout_s: Longest time to connect, seconds, up to 7 days like all times here. Default: 10.0.
         read_timeout_s: Longest silence on a connection (nothing sent, nothing received) before an attempt is given up, seconds.
@@ -275,22 +273,8 @@ class S3Config:
         Raises:
             ConfigError: A variable is unknown or does not parse, or a value is out of range.
         """
-        found = {name: text for name, text in os.environ.items() if name.startswith(_ENV_PREFIX)}
-        values: dict[str, Any] = {}
-        retry: dict[str, Any] = {}
-        for variable, text in sorted(found.items()):
-            if variable in _OF_SCRIPTS or variable.startswith(_OF_TESTS):
-                continue
-            name = variable.removeprefix(_ENV_PREFIX).lower()
-            if variable != variable.upper() or name not in _PARSERS:
-                raise ConfigError(_unknown_variable(variable, name))
-            if not text.strip():
-                continue
-            value = None if name in _OPTIONAL and text.strip().lower() == "none" else _parse(name, text, _PARSERS[name])
-            if name.startswith("retry_"):
-                retry[name.removeprefix("retry_")] = value
-            else:
-                values[name] = value
+        values = settings(os.environ, optional=_OPTIONAL, fields=[field.name for field in fields(cls)])
+        retry = {name: values.pop(f"retry_{name}") for name in _RETRY if f"retry_{name}" in values}
         if retry:
             values["retry"] = RetryPolicy(**retry)
         return cls(**{**values, **overrides})
@@ -389,17 +373,6 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         )
 
 
-def _unknown_variable(variable: str, name: str) -> str:
-    known = ", ".join(_ENV_PREFIX + parsed.upper() for parsed in _PARSERS)
-    if name in ("access_key_id", "secret_access_key", "session_token"):
-        return f"{variable} is not read: credentials come from AWS_{name.upper()}, or from S3Config({name}=…)"
-    if variable == variable.upper() and name != "retry" and name in {field.name for field in fields(S3Config)}:
-        return f"{variable} cannot be set by a variable: give S3Config({name}=…); those that can are {known}"
-    near = difflib.get_close_matches(name, _PARSERS, n=1)
-    hint = f" (did you mean {_ENV_PREFIX}{near[0].upper()}?)" if near else ""
-    return f"{variable} is no setting of dcp_s3{hint}; known are {known}"
-
-
 def _check_choice(config: S3Config, name: str, allowed: tuple[str | None, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:
@@ -424,71 +397,5 @@ def _check_endpoints(given: str | tuple[str, ...] | None) -> None:
         if parts.path not in ("", "/") or parts.query or parts.username:
             raise ConfigError(
                 f"endpoint_url must not have a path, a query or credentials, got {parts.scheme}://{parts.hostname}…: bucket "
-                "and prefix belong into the checkpoint's s3:// URL"
+                "and prefix belong in the checkpoint's s3:// URL"
             )
-
-
-def _parse(name: str, text: str, parser: Any) -> Any:  # noqa: ANN401 -- the parser decides the type
-    try:
-        return parser(text)
-    except ValueError as error:
-        raise ConfigError(f"{_ENV_PREFIX}{name.upper()}={text!r} is not valid: {error}") from error
-
-
-def _bool(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("expected true or false")
-
-
-def _bool_or_path(text: str) -> bool | str:
-    try:
-        return _bool(text)
-    except ValueError:
-        return text
-
-
-_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB)", re.ASCII)
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError("expected a whole number of bytes, with KiB, MiB or GiB after it if you like")
-    return int(match[1]) << {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[match[2]]
-
-
-def _endpoints(text: str) -> str | tuple[str, ...]:
-    urls = tuple(url.strip() for url in text.split(",") if url.strip())
-    return urls[0] if len(urls) == 1 else urls
-
-
-_PARSERS: Final[dict[str, Any]] = {
-    "endpoint_url": _endpoints,
-    "region": str,
-    "profile": str,
-    "unsigned": _bool,
-    "addressing_style": str,
-    "verify_tls": _bool_or_path,
-    "part_bytes": _bytes,
-    "max_concurrency": int,
-    "memory_bytes": _bytes,
-    "connect_timeout_s": float,
-    "read_timeout_s": float,
-    "save_deadline_s": float,
-    "load_deadline_s": float,
-    "background_cores": float,
-    "stall_limit_s": float,
-    "checksum": str,
-    "conditional_commit": str,
-    "sse": str,
-    "sse_kms_key_id": str,
-    "storage_class": str,
-    "staging_buffers": int,
-    "async_staging": _bool,
-    "retry_max_attempts": int,
-    "retry_initial_wait_s": float,
-    "retry_max_wait_s": float,
-}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import functools
-import hashlib
 import io
 import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,33 +22,25 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.archive import fault_of as archive_fault
-from dcp_s3._checkpoint.archive import load_record
-from dcp_s3._checkpoint.collector import Pause
-from dcp_s3._checkpoint.deadline import deadline_s
-from dcp_s3._checkpoint.fetch import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
-from dcp_s3._checkpoint.layout import (
-    CheckpointUrl,
-    check_relative,
-    is_write_id,
-    join_id,
-    manifest_name,
-    parse_url,
-    record_name,
-)
-from dcp_s3._checkpoint.load_coverage import missing
-from dcp_s3._checkpoint.manifest import Manifest
-from dcp_s3._checkpoint.overlap import rounds
-from dcp_s3._checkpoint.ranks import check_of_newest_save
-from dcp_s3._transfer.dataplane import Job, data_plane
+from dcp_s3._checkpoint.archive.stock_archive import fault_of as archive_fault
+from dcp_s3._checkpoint.archive.stock_archive import load_record
+from dcp_s3._checkpoint.format.agreement import check_one_url
+from dcp_s3._checkpoint.format.layout import CheckpointUrl, check_relative, join_id, parse_url, record_name
+from dcp_s3._checkpoint.group_deadline import deadline_s
+from dcp_s3._checkpoint.load.commit_record import CommitRecord
+from dcp_s3._checkpoint.load.load_coverage import check_whole
+from dcp_s3._checkpoint.load.overlap import in_rounds
+from dcp_s3._checkpoint.load.ranges import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
+from dcp_s3._checkpoint.load.stock_rules import check_age, check_saved, check_unchanged
+from dcp_s3._runtime.gc_pause import Pause
 from dcp_s3._transfer.download import Downloader
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.store import ControlStore, Fetched, is_missing
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.job import Job
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.s3.control_store import ControlStore, is_missing
+from dcp_s3._transfer.s3.planes import data_plane
 from dcp_s3.config import S3Config
 from dcp_s3.errors import (
-    AccessDeniedError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigError,
@@ -66,12 +56,6 @@ if TYPE_CHECKING:
 __all__ = ["S3StorageReader"]
 
 _log = logging.getLogger(__name__)
-
-_CLEARLY: Final = dt.timedelta(seconds=2)
-"""Times of a store are whole seconds of several machines: what is younger by less may have been written before."""
-
-_MOST_SHOWN: Final = 5
-"""Tensors, URLs, and ranks of each that an error names."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -99,23 +83,22 @@ class _Load:
     """State of one load on one rank.
 
     Attributes:
-        stock: Another writer's checkpoint, which has no manifest, and whose objects have names that are used again.
-        seen: The record as the store gave it, without its bytes.
+        record: What is read first, and what the data are held against.
     """
 
-    url: CheckpointUrl
+    record: CommitRecord
     deadline: Deadline
     counter: Counter
     started: float = field(default_factory=time.monotonic)
     rank: int | None = None
-    record: str = ""
-    sha256: str = ""
     metadata: Metadata | None = None
     chunks: dict[str, dict[tuple[int, ...], ChunkStorageMetadata]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     pause: Pause | None = None
-    stock: bool = False
-    seen: Fetched | None = None
+
+    @property
+    def url(self) -> CheckpointUrl:
+        return self.record.url
 
 
 @dataclass(slots=True, eq=False)
@@ -210,20 +193,20 @@ class S3StorageReader(StorageReader):
         self._local.refused = None
         if (last := getattr(self._local, "load", None)) is not None and last.pause is not None:
             last.pause.end()  # only its record was read
-        load = _Load(url, Deadline(deadline_s(self._config.load_deadline_s, "load_deadline_s")), Counter())
-        load.record = record_name(rank)
+        deadline = Deadline(deadline_s(self._config.load_deadline_s, "load_deadline_s"))
+        load = _Load(CommitRecord(url, record_name(rank)), deadline, Counter())
         self._local.load = load
         load.pause = Pause()
         try:
-            metadata = self._read_record(load)
-        except Exception as error:
+            metadata = load.record.read(self._store(load), load.deadline, verify=self._verify)
+        except BaseException as error:
             load.pause.end()
-            if not isinstance(error, CheckpointNotFoundError):
+            if isinstance(error, Exception) and not isinstance(error, CheckpointNotFoundError):
                 self._local.refused = error
             raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = load.sha256[:32]
+        metadata.storage_meta.load_id = load.record.sha256[:32]
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -235,8 +218,8 @@ class S3StorageReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which record this rank has read, for the coordinator."""
         load = self._current()
-        shared = load.record == record_name(None)
-        return dataclasses.replace(plan, storage_data=(str(load.url), load.sha256 if shared else None))
+        shared = load.record.name == record_name(None)
+        return dataclasses.replace(plan, storage_data=(str(load.url), load.record.sha256 if shared else None))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks must have read the same record.
@@ -245,11 +228,8 @@ class S3StorageReader(StorageReader):
             ConfigError: The ranks were given different URLs.
             CheckpointReplacedError: A save replaced the checkpoint while the ranks read its record.
         """
-        urls: dict[str, list[int]] = {}
-        for rank, plan in enumerate(plans):
-            urls.setdefault(plan.storage_data[0], []).append(rank)
-        if len(urls) > 1:
-            raise ConfigError(f"the ranks of one load must load from one URL: {_told_by_rank(urls)}")
+        urls = ((rank, plan.storage_data[0]) for rank, plan in enumerate(plans))
+        check_one_url(urls, "the ranks of one load must load from one URL")
         if len({plan.storage_data for plan in plans}) > 1:
             raise CheckpointReplacedError(
                 f"{self._current().url} was replaced while the ranks read it: they saw different checkpoints; load again"
@@ -280,79 +260,19 @@ class S3StorageReader(StorageReader):
     def _store(self, load: _Load) -> ControlStore:
         return ControlStore(self._config, load.url.bucket, deadline=load.deadline, rank=load.rank, counter=load.counter)
 
-    def _read_record(self, load: _Load) -> Metadata:
-        store = self._store(load)
-        key = load.url.key(load.record)
-        while True:
-            fetched = self._get_record(store, load)
-            body, load.seen = fetched.body, dataclasses.replace(fetched, body=b"")
-            load.sha256 = hashlib.sha256(body).hexdigest()
-            metadata = record_format.loads(body, source=f"s3://{load.url.bucket}/{key}")
-            try:
-                self._check_manifest(store, load, metadata, len(body))
-            except CorruptCheckpointError:
-                # a save may have replaced the checkpoint, and deleted the old manifest, between the two reads
-                if hashlib.sha256(self._get_record(store, load).body).hexdigest() == load.sha256:
-                    raise
-                load.deadline.check("reading a checkpoint that is replaced again and again")
-            else:
-                check_of_newest_save(store, load.url, load.record, _write_id(metadata))
-                return metadata
-
-    def _get_record(self, store: ControlStore, load: _Load) -> Fetched:
-        key = load.url.key(load.record)
-        try:
-            return store.get(key)
-        except StorageError as error:
-            if is_missing(error) or (isinstance(error, AccessDeniedError) and error.code == "AccessDenied"):
-                why = "there is none" if is_missing(error) else "there is none, or reading it is not permitted"
-                if load.record != record_name(None):  # DCP puts both texts into one
-                    raise CheckpointNotFoundError(f"no readable {load.record} either ({why})") from error
-                raise CheckpointNotFoundError(
-                    f"no checkpoint at {load.url}: no readable {load.record} ({why}); check the URL, or list with dcp-s3 ls"
-                ).with_context(
-                    bucket=load.url.bucket, key=key, operation="GetObject", status=error.status, code=error.code
-                ) from error
-            raise
-
-    def _check_manifest(self, store: ControlStore, load: _Load, metadata: Metadata, size: int) -> None:
-        write_id = _write_id(metadata)
-        # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
-        ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
-        load.stock = not ours
-        if not self._verify or not ours:
-            return
-        name = load.url.key(manifest_name(write_id or ""))
-        try:
-            manifest = Manifest.from_json(store.get(name).body, source=f"s3://{load.url.bucket}/{name}")
-        except StorageError as error:
-            if not is_missing(error):
-                raise
-            raise CorruptCheckpointError(
-                f"the manifest of {load.url} is missing, so its record cannot be trusted; verify=False loads without it"
-            ).with_context(bucket=load.url.bucket, key=name) from error
-        if manifest.metadata_sha256 != load.sha256 or manifest.metadata_bytes != size:
-            raise CorruptCheckpointError(
-                f"{load.record} of {load.url} is not the one that its manifest names: bytes were changed after the save"
-            ).with_context(bucket=load.url.bucket, key=load.url.key(load.record))
-
     # ------------------------------------------------------------------ the data
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
         plane = data_plane(self._config)
         job = Job(load.url.bucket, load.deadline, load.counter, Progress(), load.rank)
-        if load.metadata is not None and (flaws := missing(load.metadata, plan, planner)):
-            shown = "; ".join(flaws[:_MOST_SHOWN]) + (
-                f"; and {len(flaws) - _MOST_SHOWN} more" * (len(flaws) > _MOST_SHOWN)
-            )
-            raise CorruptCheckpointError(
-                f"{load.url} is no whole checkpoint, and this load would leave values as they are: {shown}; load an older one"
-            ).with_context(rank=load.rank, bucket=load.url.bucket, key=load.url.key(load.record))
+        if load.metadata is not None:
+            check_whole(load.record, load.metadata, plan, planner, load.rank)
         items = [self._pieces(load, read, planner) for read in plan.items]
         total = sum(piece.length for _, pieces in items for piece in pieces)
+        guarded = self._verify and load.record.stock
         downloader: Downloader[Batch] = Downloader(plane, job)
         try:
-            for pieces in _in_rounds(items):
+            for pieces in in_rounds([(item.target, pieces) for item, pieces in items]):
                 for read in downloader.run(batches(pieces)):
                     batch = read.about
                     faults = batch.faults()
@@ -361,17 +281,23 @@ class S3StorageReader(StorageReader):
                             downloader.again(read)
                             continue
                         raise self._corrupt(load, *faults[0])
-                    self._check_age(load, read.key, downloader.modified.get(read.key))
+                    if guarded and (modified := downloader.modified.get(read.key)) is not None:
+                        check_age(load.record, load.metadata, read.key, modified, load.rank)
                     batch.deliver()
                     for piece in batch.pieces:
                         self._piece_done(piece.item, planner)
         except StorageError as error:
             if is_missing(error):
-                raise self._gone(load, error) from error
+                raise load.record.missing_object_error(self._store(load), error).with_context(rank=load.rank) from error
             raise
         except CorruptCheckpointError:
             self._check_record(load)
             raise
+        finally:
+            try:
+                downloader.close()
+            finally:
+                downloader.close()  # what is left, where an interrupt ended the first call; else nothing
         self._check_record(load)
         seconds = time.monotonic() - load.started
         _log.info(
@@ -455,7 +381,7 @@ class S3StorageReader(StorageReader):
             if not isinstance(saved, torch.Tensor):
                 raise CorruptCheckpointError(f"{source} holds a {type(saved).__name__}, expected a tensor")
             if chunk is not None:
-                _check_saved(saved, chunk, load.metadata, source, fqn)
+                check_saved(saved, chunk, load.metadata, source, fqn)
             if saved.dtype != target.dtype:
                 _log.warning("%s was saved as %s and is loaded as %s", fqn, saved.dtype, target.dtype)
             for dim, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
@@ -464,7 +390,7 @@ class S3StorageReader(StorageReader):
 
         crcs = unpack_crcs(packed, info.length, source=source)
         piece = Piece(key, info.offset, info.offset + info.length, 0, info.length, crcs, None, use, item)
-        if self._verify and load.stock:
+        if self._verify and load.record.stock:
             piece.check = archive_fault
         return item, [piece]
 
@@ -482,113 +408,13 @@ class S3StorageReader(StorageReader):
         error.with_context(rank=load.rank, bucket=load.url.bucket, key=piece.key)
         return error
 
-    def _check_age(self, load: _Load, key: str, modified: dt.datetime | None) -> None:
-        """Refuse an object that a save has overwritten in place since the record, which is written last, was.
-
-        The objects of a copy have any age, and those of our own writer are never overwritten.
-        """
-        if not (self._verify and load.stock and modified is not None and load.seen is not None):
-            return
-        read_at, recorded = load.seen.server_time, load.seen.info.last_modified
-        if read_at is not None and modified - read_at >= _CLEARLY:
-            raise CheckpointReplacedError(
-                f"{load.url} was overwritten while it was loaded: its record was read at {read_at:%H:%M:%S} and an object written "
-                f"at {modified:%H:%M:%S}, by the store's clock; load again when that save has finished"
-            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
-        if recorded is not None and modified - recorded >= _CLEARLY and _written_at(load.metadata) == str(load.url):
-            raise CorruptCheckpointError(
-                f"{load.url} may be a mixture of two checkpoints: its record is of {recorded:%Y-%m-%d %H:%M:%S} and an object of "
-                f"{modified:%Y-%m-%d %H:%M:%S}, so that a later save, which has not finished, overwrote it in place; load an older "
-                "checkpoint, or with verify=False if the object was only copied onto itself"
-            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
-
     def _check_record(self, load: _Load) -> None:
-        """The record of a checkpoint that can be overwritten in place must be the same behind the load as before it."""
-        if not (self._verify and load.stock and load.seen is not None):
+        if not (self._verify and load.record.stock):
             return
-        key, before = load.url.key(load.record), load.seen.info
         try:
-            now = self._store(load).head(key)
+            check_unchanged(load.record, self._store(load), load.rank)
         except StorageError as error:
-            if not is_missing(error):
-                _log.info("%s was loaded, and its record not looked at again: %s", load.url, error)
-                return
-            now = None
-        if now is None or (now.last_modified, _plain(now.etag)) != (before.last_modified, _plain(before.etag)):
-            raise CheckpointReplacedError(
-                f"{load.url} was replaced or deleted while it was read; load again"
-            ).with_context(rank=load.rank, bucket=load.url.bucket, key=key)
-
-    def _gone(self, load: _Load, error: StorageError) -> Exception:
-        """A data object is missing: was the checkpoint replaced meanwhile, or is it broken?"""
-        try:
-            now = hashlib.sha256(self._get_record(self._store(load), load).body).hexdigest()
-        except CheckpointNotFoundError:
-            now = ""
-        if now != load.sha256:
-            return CheckpointReplacedError(
-                f"{load.url} was replaced or deleted while it was read; load again"
-            ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key)
-        return CorruptCheckpointError(
-            f"a data object of {load.url} is missing although its record is there; dcp-s3 verify lists what is left"
-        ).with_context(rank=load.rank, bucket=load.url.bucket, key=error.key, status=error.status, code=error.code)
-
-
-def _told_by_rank(urls: dict[str, list[int]]) -> str:
-    told = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_SHOWN]))}{', …' * (len(ranks) > _MOST_SHOWN)}: {url}"
-        for url, ranks in urls.items()
-    ]
-    return "; ".join(told[:_MOST_SHOWN]) + "; …" * (len(told) > _MOST_SHOWN)
-
-
-def _check_saved(
-    saved: torch.Tensor, chunk: ChunkStorageMetadata, metadata: Metadata | None, source: str, fqn: str
-) -> None:
-    """A tensor that was unpickled must be the one that the record describes, or values would be cut or converted unasked."""
-    tensor = None if metadata is None else metadata.state_dict_metadata[fqn]
-    dtype = tensor.properties.dtype if isinstance(tensor, TensorStorageMetadata) else saved.dtype
-    if (tuple(saved.shape), saved.dtype) != (tuple(chunk.sizes), dtype):
-        raise CorruptCheckpointError(
-            f"{source} is not what the checkpoint's record describes: its object holds {saved.dtype} of {tuple(saved.shape)}, the "
-            f"record says {dtype} of {tuple(chunk.sizes)}; restore the object or load an older checkpoint"
-        )
-
-
-def _written_at(metadata: Metadata | None) -> str | None:
-    """The URL that a stock writer says it wrote a checkpoint to; ``None`` if it was a directory, or it does not say."""
-    where = None if metadata is None or metadata.storage_meta is None else metadata.storage_meta.checkpoint_id
-    try:
-        return None if where is None else str(parse_url(where))
-    except (ConfigError, TypeError):
-        return None
-
-
-def _plain(etag: str) -> str:
-    """An ETag without quotes and the mark of weakness that some gateways add on one way."""
-    return etag.removeprefix("W/").strip('"')
-
-
-def _in_rounds(items: list[tuple[_Item, list[Piece]]]) -> list[list[Piece]]:
-    """The pieces of all items; of those whose targets share memory, a later one's come when the earlier one is done.
-
-    What stays in memory is then what DCP's own readers leave there, who take object after object, and in each item after
-    item, in the plan's order.
-    """
-    objects: dict[str, list[tuple[_Item, list[Piece]]]] = {}
-    for item, pieces in items:
-        if pieces:
-            objects.setdefault(pieces[0].key, []).append((item, pieces))
-    ordered = [entry for group in objects.values() for entry in group]
-    numbers = rounds([item.target for item, _ in ordered])
-    out: list[list[Piece]] = [[] for _ in range(max(numbers, default=-1) + 1)]
-    for number, (_, pieces) in zip(numbers, ordered, strict=True):
-        out[number] += pieces
-    return out
-
-
-def _write_id(metadata: Metadata) -> str | None:
-    return metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+            _log.info("%s was loaded, and its record not looked at again: %s", load.url, error)
 
 
 def _target(read: ReadItem, planner: LoadPlanner) -> torch.Tensor:

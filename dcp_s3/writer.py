@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
 import logging
-import pickle
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.collector import Pause, gc_paused
-from dcp_s3._checkpoint.commit import (
-    Observed,
-    check_permitted,
-    commit,
-    condition_of,
-    confirm,
-    delete_replaced,
-    look,
-    put_manifest,
-)
-from dcp_s3._checkpoint.coverage import flaw_of
-from dcp_s3._checkpoint.deadline import deadline_s, outlasting_s
-from dcp_s3._checkpoint.layout import (
+from dcp_s3._checkpoint.care.presence import check_still_there
+from dcp_s3._checkpoint.format.agreement import Place, check_one_url
+from dcp_s3._checkpoint.format.layout import (
     CheckpointUrl,
     join_id,
     manifest_name,
@@ -43,41 +27,55 @@ from dcp_s3._checkpoint.layout import (
     parse_url,
     record_name,
 )
-from dcp_s3._checkpoint.loadable import Loadability
-from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
-from dcp_s3._checkpoint.presence import check_still_there
-from dcp_s3._checkpoint.record import is_raw, opaque
-from dcp_s3._checkpoint.shard import ShardWriter
+from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.group_deadline import deadline_s, outlasting_s
+from dcp_s3._checkpoint.save.commit import (
+    Observed,
+    check_permitted,
+    commit,
+    condition_of,
+    confirm,
+    delete_replaced,
+    look,
+    put_manifest,
+    usable_conditions,
+)
+from dcp_s3._checkpoint.save.completion import complete
+from dcp_s3._checkpoint.save.loadable import Loadability
+from dcp_s3._checkpoint.save.results import attach, places, portable, take_entries, take_urls, without_places
+from dcp_s3._checkpoint.save.shard import ShardWriter, bytes_first, estimate, write_value
+from dcp_s3._runtime.gc_pause import Pause, gc_paused
 from dcp_s3._staging.buffers import lease_of
 from dcp_s3._staging.stager import stager_for
 from dcp_s3._staging.turn import World, take_turn, wait_for_saves
-from dcp_s3._transfer.dataplane import Job, data_plane
-from dcp_s3._transfer.pace import Pace
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.plan import choose_part_bytes
-from dcp_s3._transfer.probe import Conditions, conditions_of, probe_cleared
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.store import ControlStore
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.job import Job
+from dcp_s3._transfer.limits.cpu_throttle import CpuThrottle
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.part_plan import choose_part_bytes
+from dcp_s3._transfer.s3.control_store import ControlStore
+from dcp_s3._transfer.s3.planes import data_plane
+from dcp_s3._transfer.s3.probe import Conditions, probe_cleared
 from dcp_s3.config import S3Config
-from dcp_s3.errors import CheckpointExistsError, ConfigError, DcpS3Error, StorageError
+from dcp_s3.errors import CheckpointExistsError, ConfigError, DcpS3Error
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
     from dcp_s3._staging.buffers import Lease
     from dcp_s3._staging.stager import Stager
     from dcp_s3._staging.turn import Turn
-    from dcp_s3._transfer.upload import ObjectReceipt
 
 __all__ = ["S3StorageWriter"]
 
 _log = logging.getLogger(__name__)
 
+_ONE_URL: Final = "the ranks of one save must save to one URL"
 _RESULTS_S: Final = 1.0
 """So long a rank's results are on their way to the coordinator; then they are dropped, without a pass of the collector."""
-_RECORD_OVERHEAD: Final = 2048
-"""Upper estimate of what a record adds to its tensor's bytes; measured 1,577."""
 
 
 @dataclass(slots=True)
@@ -207,18 +205,22 @@ class S3StorageWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add: no per-save value may travel in a plan that DCP may have cached."""
-        return plan
+        """Tell the coordinator where this rank saves to; nothing else of one save may travel in a plan, which DCP may cache."""
+        if plan.storage_data is not None and not isinstance(plan.storage_data, Place):
+            return plan  # a planner's own use of it; where this rank saves to is told with its results
+        return dataclasses.replace(plan, storage_data=Place(str(self._current().url)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: look at what the save will replace, before a byte is sent.
 
         Raises:
+            ConfigError: The ranks were given different URLs.
             CheckpointExistsError: ``overwrite=False`` and a checkpoint is there, or one is there that was saved with another
                 ``use_collectives``; on every rank, through DCP.
         """
         save = self._current()
         with _failure_told(save.url, save.rank, save.turn):
+            check_one_url(places(plans, save.started), _ONE_URL, "Nothing was sent, and what was there before stands")
             key = save.url.key(save.record)
             save.observed = look(save.store, key, save.url.key(save.other_record))
             if save.observed.etag is not None and not self._overwrite:
@@ -230,7 +232,7 @@ class S3StorageWriter(StorageWriter):
                 with probe_cleared(save.store, save.url.key(manifest_name(save.write_id))):
                     save.conditions, save.probed = self._conditions(save), True
                     check_permitted(save.store, key, save.observed, save.conditions)
-        return plans
+        return without_places(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's items. Returns when every object is complete and verified."""
@@ -278,12 +280,12 @@ class S3StorageWriter(StorageWriter):
         self._stager().synchronize()
 
     def close(self) -> None:
-        """Give the staging buffers back. Needs not be called for correctness."""
+        """Give the staging buffers back. Optional: correctness does not depend on it."""
         self._stager().close()
 
     def _stager(self) -> Stager:
         config = self._config
-        return stager_for(config, buffers=config.staging_buffers, async_staging=config.async_staging)
+        return stager_for(buffers=config.staging_buffers, async_staging=config.async_staging)
 
     # ------------------------------------------------------------------ inside
 
@@ -298,16 +300,13 @@ class S3StorageWriter(StorageWriter):
 
         if save.observed is None:
             raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
+        # once more: of a rank whose plan was cached, or made anew by a planner, nothing was known before
+        check_one_url(take_urls(results), _ONE_URL, "Nothing was committed, and what was there before stands")
         if not save.probed:
             save.conditions = self._conditions(save)
         with gc_paused():
-            entries = _take_entries(results)
-            metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = {result.index: result.storage_data for one_rank in results for result in one_rank}
-            metadata.storage_meta = StorageMeta(checkpoint_id=str(save.url), save_id=save.write_id)
-            _check_coverage(metadata, partial=not save.use_collectives)
-            _correct_dtypes(metadata)
-            body = record_format.dumps(metadata)
+            entries = take_entries(results)
+            body = complete(metadata, results, save.url, save.write_id, partial=not save.use_collectives)
         manifest = Manifest(
             write_id=save.write_id,
             record=save.record,
@@ -346,81 +345,67 @@ class S3StorageWriter(StorageWriter):
                 _log.info("the store does not honour If-Match: what %s has replaced is left to dcp-s3 gc", save.url)
 
     def _conditions(self, save: _Save) -> Conditions | None:
-        mode = self._config.conditional_commit
-        if mode == "off":
-            return None
-        conditions = conditions_of(save.store, save.url.key(manifest_name(save.write_id)))
-        if conditions.create and conditions.replace is not None:
-            return conditions
-        lacking = "If-None-Match and If-Match" if not conditions.create else "If-Match"
-        if mode == "required":
-            raise StorageError(
-                f"the store does not honour {lacking} and conditional_commit='required': two writers could overwrite each other"
-            ).with_context(rank=save.rank, bucket=save.url.bucket)
-        _log.warning(
-            "the store does not honour %s: two writers that race for %s may overwrite each other", lacking, save.url
-        )
+        key = save.url.key(manifest_name(save.write_id))
+        conditions, lacking = usable_conditions(save.store, key, self._config.conditional_commit, save.rank)
+        if lacking:
+            _log.warning(
+                "the store does not honour %s: two writers that race for %s may overwrite each other", lacking, save.url
+            )
         return conditions
 
     def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         plane = data_plane(self._config)
-        total, largest = _estimate(plan.items)
+        total, largest = estimate(plan.items)
         part_bytes = choose_part_bytes(
             total, largest=largest, wanted=self._config.part_bytes, memory_bytes=self._config.memory_bytes
         )
         shard = ShardWriter(
-            plane, save.job, save.url, new_token(), save.rank, part_bytes=part_bytes, pace=self._pace(save, planner)
+            plane,
+            save.job,
+            save.url,
+            new_token(),
+            save.rank,
+            part_bytes=part_bytes,
+            throttle=self._throttle(save, planner),
         )
         leases: set[Lease] = set()
         loadability = Loadability()
         try:
-            results = [self._write_item(shard, item, planner, leases, loadability) for item in _bytes_first(plan.items)]
+            results = [self._write_item(shard, item, planner, leases, loadability) for item in bytes_first(plan.items)]
             receipts = shard.finish()
         except BaseException as error:
-            shard.abort()
-            portable = _portable(error, save.rank)
-            if portable is error:
+            try:
+                shard.abort()
+            finally:
+                shard.abort()  # what is left, where an interrupt ended the first call; else nothing
+            sent = portable(error, save.rank)
+            if sent is error:
                 raise
-            raise portable from error
+            raise sent from error
         finally:
             for lease in leases or _leases_of_planner(planner):
                 lease.release()
-        _attach(results, receipts, save.url)
+        attach(results, receipts, save.url)
         loadability.warn(save.url)
         seconds = time.monotonic() - save.started
         _log.debug("rank %d: %d bytes in %d objects in %.2f s", save.rank, shard.size, len(receipts), seconds)
         return results
 
-    def _pace(self, save: _Save, planner: SavePlanner) -> Pace | None:
-        """A pace for what this writer's stager has staged: the training goes on beside its save."""
+    def _throttle(self, save: _Save, planner: SavePlanner) -> CpuThrottle | None:
+        """A throttle for what this writer's stager has staged: the training goes on beside its save."""
         values, cores = getattr(planner, "state_dict", {}).values(), self._config.background_cores
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
         staged = first is not None and lease_of(first) is not None
-        return Pace(cores, save.job.progress, save.deadline) if cores is not None and staged else None
+        return CpuThrottle(cores, save.job.progress, save.deadline) if cores is not None and staged else None
 
     @staticmethod
     def _write_item(
         shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease], loadability: Loadability
     ) -> WriteResult:
         data = planner.resolve_data(item)
-        if isinstance(data, torch.Tensor):
-            lease = lease_of(data)
-            if lease is not None:
-                leases.add(lease)
-            if data.layout is not torch.strided:  # loading copies into the template's values, which leaves it empty
-                raise ConfigError(
-                    f"{item.index.fqn} is a {data.layout} tensor, which DCP cannot load back: save it dense"
-                )
-            if is_raw(data.detach()):
-                info = shard.write_tensor(data)
-            else:
-                record = memoryview(opaque(data))
-                loadability.look(item.index.fqn, record)
-                info = shard.write_bytes(record)
-            info.__dict__["dtype"] = data.dtype  # a cached plan, and its metadata, know an earlier save's
-        else:
-            loadability.look(item.index.fqn, data.getbuffer())
-            info = shard.write_bytes(data.getbuffer())
+        if isinstance(data, torch.Tensor) and (lease := lease_of(data)) is not None:
+            leases.add(lease)
+        info = write_value(shard, item.index.fqn, data, loadability)
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
 
 
@@ -446,88 +431,3 @@ def _leases_of_planner(planner: SavePlanner) -> set[Lease]:
     """Leases of a rank that had nothing to write, since its replicas are written elsewhere: they end with its save too."""
     values = getattr(planner, "state_dict", {}).values()
     return {lease for value in values if isinstance(value, torch.Tensor) and (lease := lease_of(value)) is not None}
-
-
-def _bytes_first(items: list[WriteItem]) -> list[WriteItem]:
-    """BYTE_IO items first: only resolving tells their size, and the objects they hold are the planner's copies."""
-    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-
-
-def _estimate(items: list[WriteItem]) -> tuple[int, int]:
-    """Bytes of all records and of the largest, from the plan. The item's own chunk counts, not the global tensor."""
-    total = largest = 0
-    for item in items:
-        nbytes = _RECORD_OVERHEAD
-        if item.tensor_data is not None:
-            nbytes += item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-        total += nbytes
-        largest = max(largest, nbytes)
-    return total, largest
-
-
-def _attach(results: list[WriteResult], receipts: list[ObjectReceipt], url: CheckpointUrl) -> None:
-    """Send the receipts to the coordinator with the first result; :func:`_take_entries` takes them off again."""
-    if results:
-        prefix = len(url.key(""))
-        results[0].storage_data.__dict__["objects"] = [
-            (receipt.key[prefix:], receipt.size, receipt.etag, receipt.part_bytes, receipt.crc32c)
-            for receipt in receipts
-        ]
-
-
-def _take_entries(results: list[list[WriteResult]]) -> tuple[ObjectEntry, ...]:
-    found = []
-    for one_rank in results:
-        if one_rank:
-            for key, size, etag, part_bytes, crcs in one_rank[0].storage_data.__dict__.pop("objects", ()):
-                found.append(ObjectEntry(key=key, size=size, etag=etag, part_bytes=part_bytes, crc32c=crcs))
-    return tuple(sorted(found, key=lambda entry: entry.key))
-
-
-def _check_coverage(metadata: Metadata, *, partial: bool) -> None:
-    """Refuse to commit tensors that could not be loaded whole. DCP looks at this only if several ranks save together.
-
-    Args:
-        metadata: The global metadata.
-        partial: It is one rank's own, which need hold no more than that rank's shards.
-
-    Raises:
-        ConfigError: A tensor has elements that nobody has saved, or that several have.
-    """
-    flawed = []
-    written = collections.Counter(index.fqn for index in metadata.storage_data)
-    for name, item in metadata.state_dict_metadata.items():
-        flaw, records = None, 1
-        if isinstance(item, TensorStorageMetadata):
-            flaw = flaw_of(item.size, [(chunk.offsets, chunk.sizes) for chunk in item.chunks], partial=partial)
-            records = len(item.chunks)
-        if flaw is None and written[name] < records:
-            flaw = f"is not whole: {written[name]} of its {records} records were written"
-        if flaw is not None:
-            flawed.append(f"{name} {flaw}")
-    if flawed:
-        more = f" (and {len(flawed) - 1} other tensors have such faults)" if len(flawed) > 1 else ""
-        raise ConfigError(
-            f"{flawed[0]}{more}; nothing was committed, and what was there before stands. Save the shards of all ranks in one "
-            "save of their process group (without no_dist), or each rank's own with use_collectives=False"
-        )
-
-
-def _correct_dtypes(metadata: Metadata) -> None:
-    """Put the dtypes that were really written into the metadata, where plan caching has kept an earlier save's."""
-    for index, info in metadata.storage_data.items():
-        dtype = info.__dict__.pop("dtype", None)
-        tensor = metadata.state_dict_metadata[index.fqn]
-        if dtype is not None and isinstance(tensor, TensorStorageMetadata) and tensor.properties.dtype != dtype:
-            tensor.properties = dataclasses.replace(tensor.properties, dtype=dtype)
-
-
-def _portable(error: BaseException, rank: int) -> BaseException:
-    """The error itself if DCP can send it to the other ranks, else one of ours that says the same."""
-    if isinstance(error, DcpS3Error):
-        return error.with_context(rank=rank)
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own bytes
-    except Exception:  # noqa: BLE001 -- whatever pickle or a foreign __init__ raises
-        return DcpS3Error(f"{type(error).__name__}: {error}").with_context(rank=rank)
-    return error

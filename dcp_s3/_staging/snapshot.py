@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dcp_s3._checkpoint.collector import gc_paused
+from dcp_s3._runtime.gc_pause import gc_paused
 from dcp_s3._staging.buffers import HEADER_BYTES
 from dcp_s3.errors import DcpS3Error
 
@@ -279,14 +279,16 @@ def _copy_all(
         else:
             into.append(target)
             out_of.append(source)
-    for device, pairs in on_device.items():
-        stream = _side_stream(device)
-        stream.wait_event(ready[device])
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                # On the device: `copy_` would conjugate the target before the bytes have arrived.
-                target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
-    if into:
-        torch._foreach_copy_(into, out_of)  # one call without the GIL, where a loop would take it for each
-    for device in on_device:
-        _side_stream(device).synchronize()
+    try:
+        for device, pairs in on_device.items():
+            stream = _side_stream(device)
+            stream.wait_event(ready[device])
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    # On the device: `copy_` would conjugate the target before the bytes have arrived.
+                    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+        if into:
+            torch._foreach_copy_(into, out_of)  # one call without the GIL, where a loop would take it for each
+    finally:  # also when it fails or is interrupted: the memory may be used again soon
+        for device in on_device:
+            _side_stream(device).synchronize()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dcp_s3._staging.buffers import Block, Lease, lease_of
-from dcp_s3._staging.crossing import StagedStateDict, StagingFailed, failed
+from dcp_s3._staging.buffers import Block, Lease, lease_of, sweep
+from dcp_s3._staging.handoff import StagedStateDict, StagingFailed, failed
 from dcp_s3._staging.snapshot import Snapshot
 from dcp_s3._staging.turn import Turn, interruption_told, new_turn
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 __all__ = ["Lease", "StagedStateDict", "Stager", "StagingFailed", "lease_of", "stager_for"]
 
@@ -25,98 +24,169 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.005
 
 
-class Pool:
-    """The blocks of one stager: kept, lent to one staging at a time, and given up when they do not come back.
+class Hold:
+    """A staging that fills a block: known before it has one, so that an interrupt at any place leaves none behind."""
 
-    Args:
-        limit: Blocks to keep, from 1.
-        wait_s: How long a staging waits for one of them, in seconds.
+    __slots__ = ("lease",)
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+
+
+class Pool:
+    """Blocks that are kept, lent to one staging at a time, and given up when they do not come back.
+
+    They are private memory until a state dict crosses to another process, and shared from then on.
     """
 
-    def __init__(self, limit: int, wait_s: float) -> None:
-        self._limit = limit
-        self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._blocks: dict[Block, Lease | None] = {}  # None: being filled right now
-        self._given_up: list[Lease] = []
+    def __init__(self) -> None:
+        self._shared = False
+        self.forget()
 
-    def take(self, size: int, *, pin: bool) -> tuple[Lease, memoryview]:
+    def forget(self) -> None:
+        """Begin anew, as a forked child must."""
+        self._lock = threading.Lock()
+        self._blocks: dict[Block, Lease | Hold | None] = {}
+        self._given_up: set[Lease] = set()
+
+    def take(self, hold: Hold, size: int, *, pin: bool, limit: int, wait_s: float) -> tuple[Lease, memoryview]:
         """Lease ``size`` bytes, header included, of a block that nobody reads any more.
 
         Waits for one of the pool's own; takes a fresh one when there is no hope for them, or the time is over.
 
+        Args:
+            hold: Ends by :meth:`lend` or :meth:`take_back`.
+            size: Bytes.
+            pin: Page-lock them for CUDA.
+            limit: Blocks to keep, from 1.
+            wait_s: Longest wait, seconds.
+
         Raises:
             OSError: There is no memory for it.
         """
-        deadline = time.monotonic() + self._wait_s
+        sweep()
+        deadline = time.monotonic() + wait_s
         with interruption_told():
-            while (block := self._vacant(time_is_over=time.monotonic() >= deadline)) is None:
+            while (block := self._vacant(hold, limit, wait_s, time_is_over=time.monotonic() >= deadline)) is None:
                 time.sleep(_POLL_S)
-        try:
-            region = block.reserve(size)
-            if pin:
-                region.pin()
-            lease = Lease(region, block)
-            buffer = lease.buffer()  # at once: its end is what hands a staging that fails back
-            with self._lock:
-                self._blocks[block] = lease
-        except BaseException:
-            with self._lock:
-                self._blocks.pop(block, None)
-            raise
-        return lease, buffer
+        region = block.reserve(size)
+        if pin:
+            region.pin()
+        hold.lease = lease = Lease(region, block, size=size)
+        return lease, lease.buffer()
+
+    def lend(self, hold: Hold) -> None:
+        """The copy is there: from now on whoever reads it decides when the block is used again."""
+        with self._lock:
+            for block, holder in self._blocks.items():
+                if holder is hold:
+                    self._blocks[block] = hold.lease
+
+    def take_back(self, hold: Hold) -> None:
+        """The copy will not be used. Its block is, when its tensors are gone. May be called again."""
+        if hold.lease is not None:
+            hold.lease.fail()
+        with self._lock:
+            for block, holder in list(self._blocks.items()):
+                if holder is hold:
+                    if hold.lease is None:
+                        del self._blocks[block]
+                    else:
+                        self._blocks[block] = hold.lease
+
+    def share(self, lease: Lease, buffers: int) -> None:
+        """Have a lease that is about to cross to another process in shared memory, and further blocks made there.
+
+        Args:
+            lease: Of this pool.
+            buffers: Blocks to keep; those that are missing are made in the background.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        private = lease.block
+        if private is None or private.fd is not None:
+            return
+        self._shared = True
+        shared = lease.share()
+        with self._lock:
+            if self._blocks.get(private) is lease:
+                del self._blocks[private]
+                self._blocks[shared] = lease
+        making = threading.Thread(target=self._make, args=(shared, buffers), name="dcp_s3-staging-blocks", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no more threads
+            making.start()
 
     def clear(self) -> None:
         """Keep no block. Those that are still read live on until their tensors die."""
         with self._lock:
             self._settle()
-            for block, lease in list(self._blocks.items()):
-                self._give_up(block, lease)
+            for block, holder in list(self._blocks.items()):
+                self._give_up(block, holder)
 
-    def _vacant(self, *, time_is_over: bool) -> Block | None:
+    def _make(self, like: Block, buffers: int) -> None:
+        """What the next stagings would otherwise wait for: the pages of shared blocks."""
+        region = like.region
+        if region is None:
+            return
+        region.populate()
+        for _ in range(buffers - 1):
+            try:
+                block = Block(shared=True)
+                block.reserve(region.size).populate()
+            except OSError as error:
+                logger.debug("no further staging buffer was made: %s", error)
+                return
+            with self._lock:
+                if len(self._blocks) >= buffers or like not in self._blocks:
+                    return
+                self._blocks[block] = None
+
+    def _vacant(self, hold: Hold, limit: int, wait_s: float, *, time_is_over: bool) -> Block | None:
         with self._lock:
             self._settle()
             vacant: list[Block] = []
             leased: list[tuple[Block, Lease]] = []
-            for block, lease in list(self._blocks.items()):
-                if lease is None:
+            for block, holder in list(self._blocks.items()):
+                if isinstance(holder, Hold):
                     continue
-                if lease.handed_back():
-                    vacant.append(block)
-                elif lease.abandoned():
-                    logger.warning("the save of staging %d ended without handing its buffer back", lease.number)
-                    self._give_up(block, lease)
+                if holder is None or holder.handed_back():
+                    if self._shared and block.fd is None:
+                        self._give_up(block, None)  # private memory would have to be copied once more
+                    else:
+                        vacant.append(block)
+                elif holder.abandoned():
+                    logger.warning("the save of staging %d ended without handing its buffer back", holder.number)
+                    self._give_up(block, holder)
                 else:
-                    leased.append((block, lease))
+                    leased.append((block, holder))
             if vacant:
                 chosen = max(vacant, key=lambda block: block.size)
                 for block in vacant:  # threads that waited in vain have added some
-                    if block is not chosen and len(self._blocks) > self._limit:
+                    if block is not chosen and len(self._blocks) > limit:
                         self._give_up(block, None)
-            elif len(self._blocks) < self._limit:
-                chosen = Block()
+            elif len(self._blocks) < limit:
+                chosen = Block(shared=self._shared)
             elif time_is_over:
                 if leased:
                     block, lease = min(leased, key=lambda held: held[1].number)
                     logger.warning(
-                        "waited %g s for the save of staging %d: using a fresh buffer beside it",
-                        self._wait_s,
-                        lease.number,
+                        "waited %g s for the save of staging %d: using a fresh buffer beside it", wait_s, lease.number
                     )
                     self._give_up(block, lease)
-                chosen = Block()
+                chosen = Block(shared=self._shared)
             else:
                 return None
-            self._blocks[chosen] = None
+            self._blocks[chosen] = hold
             return chosen
 
-    def _give_up(self, block: Block, lease: Lease | None) -> None:
-        del self._blocks[block]
-        if lease is not None and not lease.settle():
-            self._given_up.append(lease)
+    def _give_up(self, block: Block, holder: Lease | Hold | None) -> None:
+        if isinstance(holder, Lease) and not holder.settle():
+            self._given_up.add(holder)
+        self._blocks.pop(block, None)
 
     def _settle(self) -> None:
-        self._given_up = [lease for lease in self._given_up if not lease.settle()]
+        self._given_up = {lease for lease in self._given_up if not lease.settle()}
 
 
 class Stager:
@@ -131,19 +201,22 @@ class Stager:
             the previous one; with 2, they overlap.
         wait_s: How long to wait for a buffer to be handed back before a fresh one is used beside it, in seconds.
         async_staging: Copy in a thread, and return a future; the caller must not write to the tensors before it is done.
+        pool: Blocks that it shares with other stagers; its own if not given.
     """
 
-    def __init__(self, *, buffers: int = 1, wait_s: float = 60.0, async_staging: bool = False) -> None:
+    def __init__(
+        self, *, buffers: int = 1, wait_s: float = 60.0, async_staging: bool = False, pool: Pool | None = None
+    ) -> None:
         if buffers < 1:
             raise ValueError(f"buffers must be at least 1, not {buffers}")
         self._buffers = buffers
         self._wait_s = wait_s
         self._async_staging = async_staging
+        self._pool = pool if pool is not None else Pool()
         self._begin()
         _stagers.add(self)
 
     def _begin(self) -> None:
-        self._pool = Pool(self._buffers, self._wait_s)
         self._lock = threading.Lock()
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: set[concurrent.futures.Future[dict[str, Any]]] = set()
@@ -207,35 +280,48 @@ class Stager:
         return future
 
     def _copy(self, snapshot: Snapshot, turn: Turn) -> dict[str, Any]:
+        hold = Hold()
         try:
             if not snapshot.size:
                 return StagedStateDict(snapshot.copy(None, None), None, turn)
-            lease, buffer = self._pool.take(snapshot.size, pin=snapshot.on_cuda)
-            return StagedStateDict(snapshot.copy(lease, buffer), lease, turn)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 -- the other ranks would hang
-            return failed(error, turn)
+            lease, buffer = self._pool.take(
+                hold, snapshot.size, pin=snapshot.on_cuda, limit=self._buffers, wait_s=self._wait_s
+            )
+            staged = StagedStateDict(
+                snapshot.copy(lease, buffer),
+                lease,
+                turn,
+                before_crossing=functools.partial(self._pool.share, lease, self._buffers),
+            )
+            self._pool.lend(hold)
+        except BaseException as error:
+            try:
+                self._pool.take_back(hold)
+            finally:
+                self._pool.take_back(hold)  # what is left, where an interrupt ended the first call; else nothing
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return failed(error, turn)  # raised, the other ranks would hang
+        return staged
 
 
 _lock = threading.Lock()
 _stagers: weakref.WeakSet[Stager] = weakref.WeakSet()
-_by_key: dict[Hashable, Stager] = {}
+_pool = Pool()
+_by_key: dict[tuple[int, bool], Stager] = {}
 
 
-def stager_for(key: Hashable, *, buffers: int, async_staging: bool) -> Stager:
-    """The process's stager for a key: whoever asks with the same key shares its buffers, and has nothing to pickle.
+def stager_for(*, buffers: int, async_staging: bool) -> Stager:
+    """The process's stager of a kind. All of them share one pool of blocks, and whoever asks has nothing to pickle.
 
     Args:
-        key: What tells users apart. A key per URL or step would keep buffers for each of them.
-        buffers: As for :class:`Stager`; part of the key.
-        async_staging: As for :class:`Stager`; part of the key.
+        buffers: As for :class:`Stager`.
+        async_staging: As for :class:`Stager`.
     """
     with _lock:
-        whole_key = (key, buffers, async_staging)
-        stager = _by_key.get(whole_key)
+        stager = _by_key.get((buffers, async_staging))
         if stager is None:
-            stager = _by_key[whole_key] = Stager(buffers=buffers, async_staging=async_staging)
+            stager = _by_key[buffers, async_staging] = Stager(buffers=buffers, async_staging=async_staging, pool=_pool)
         return stager
 
 
@@ -243,8 +329,10 @@ def _renew() -> None:
     """In a forked child: no thread holds the locks, and the parent's buffers are the parent's."""
     global _lock  # noqa: PLW0603 -- one per process by design
     _lock = threading.Lock()
+    _pool.forget()
     for stager in list(_stagers):
-        stager._begin()  # noqa: SLF001 -- this module's own
+        stager._pool.forget()  # noqa: SLF001 -- this module's own
+        stager._begin()  # noqa: SLF001
 
 
 os.register_at_fork(after_in_child=_renew)

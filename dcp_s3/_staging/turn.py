@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch.distributed as dist
 
-from dcp_s3._checkpoint.deadline import deadline_s, outlasting_s
+from dcp_s3._checkpoint.group_deadline import deadline_s, outlasting_s
 from dcp_s3.errors import ConfigError, DeadlineExceededError
 
 if TYPE_CHECKING:

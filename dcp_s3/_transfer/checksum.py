@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import base64
-from typing import Final
+import hashlib
+import re
+from typing import TYPE_CHECKING, Final
 
 from awscrt import checksums
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 Buffer = bytes | bytearray | memoryview
+
+_MD5: Final = re.compile(r"[0-9a-f]{32}")
 
 CRC_CHUNK_BYTES: Final = 4 << 20
 """Grid of a record's own CRCs: a row range over-reads at most to the next multiple of this."""
@@ -36,3 +43,20 @@ def header_value(crc: int, *, bits: int = 32) -> str:
     Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html
     """
     return base64.b64encode(crc.to_bytes(bits // 8, "big")).decode("ascii")
+
+
+def md5_header(pieces: Iterable[Buffer]) -> str:
+    """The MD5 of all pieces together, as ``Content-MD5`` carries it (RFC 1864)."""
+    digest = hashlib.md5(usedforsecurity=False)
+    for piece in pieces:
+        digest.update(piece)
+    return base64.b64encode(digest.digest()).decode("ascii")
+
+
+def is_etag_of_parts(etag: str, parts: list[str]) -> bool | None:
+    """Whether an ETag is the one that AWS gives an object of these parts (MD5 of their MD5s); ``None`` if it has another form."""
+    tags = [part.strip('"') for part in parts]
+    digest, _, count = etag.strip('"').partition("-")
+    if count != str(len(tags)) or not all(map(_MD5.fullmatch, [digest, *tags])):
+        return None
+    return hashlib.md5(bytes.fromhex("".join(tags)), usedforsecurity=False).hexdigest() == digest

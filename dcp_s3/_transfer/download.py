@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import collections
 import functools
-import queue
+import logging
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from dcp_s3._transfer.dataplane import check_same
-from dcp_s3._transfer.portal import Work, portal
-from dcp_s3._transfer.receive import Sink
+from dcp_s3._runtime.loop_thread import Bell, Work, loop_thread
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.s3.data_plane import check_same
 from dcp_s3.errors import CorruptCheckpointError, DeadlineExceededError
 
 if TYPE_CHECKING:
-    import concurrent.futures
     import datetime as dt
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from dcp_s3._transfer.dataplane import DataPlane, Job
+    from dcp_s3._transfer.job import Job
+    from dcp_s3._transfer.s3.data_plane import DataPlane
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LOOK_S: Final = 0.5
+"""So often the deadline and the stall limit are looked at, seconds."""
+_CLOSE_S: Final = 10.0
+"""Longest wait for the end of requests that were cancelled, seconds."""
 
 
 class RangeRead(Generic[T]):
@@ -58,7 +65,10 @@ class RangeRead(Generic[T]):
 
 
 class Downloader(Generic[T]):
-    """Runs reads in their order, several at a time, and yields them as they end.
+    """Runs reads in their order, several at a time, and yields them as they end. Used by one thread.
+
+    What is under way is one dict, and its works are asked for their state: a signal handler that raises, wherever it
+    does, leaves nothing that :meth:`close` does not find.
 
     Args:
         plane: The process's data plane.
@@ -73,21 +83,26 @@ class Downloader(Generic[T]):
         self._plane = plane
         self._job = job
         self._etags: dict[str, str] = {}
-        self._ended: queue.SimpleQueue[tuple[RangeRead[T], Work[Any]]] = queue.SimpleQueue()
-        self._running: set[Work[Any]] = set()
+        self._live: dict[RangeRead[T], Work[None] | None] = {}
+        """Reads with their works, from before a read holds anything until it has given everything back."""
         self._again: collections.deque[RangeRead[T]] = collections.deque()
+        self._bell = Bell()
+        self._abandoned = False
 
     def run(self, reads: Iterable[RangeRead[T]]) -> Iterator[RangeRead[T]]:
         """Yield each read when its bytes are where they belong; its scratch is free again when the next is asked for.
 
+        Whoever does not come to the end calls :meth:`close`.
+
         Raises:
             DcpS3Error: A read failed for good, or the deadline passed; the others have been cancelled.
         """
+        self._abandoned = False
         waiting = iter(reads)
         upcoming: RangeRead[T] | None = next(waiting, None)
         try:
-            while upcoming is not None or self._again or self._running:
-                while len(self._running) < 2 * self._plane.config.max_concurrency:
+            while upcoming is not None or self._live:
+                while len(self._live) - len(self._again) < 2 * self._plane.config.max_concurrency:
                     if self._again:
                         self._start(self._again.popleft())
                     elif upcoming is not None and self._fits(upcoming):
@@ -98,44 +113,70 @@ class Downloader(Generic[T]):
                 done = self._next()
                 if done is None:
                     continue
-                try:
-                    yield done
-                finally:
-                    if done not in self._again:
-                        self._plane.budget.release(done.scratch)
-                        done.pieces = ()
+                yield done
+                if done not in self._again:
+                    self._let_go(done)
                 self._job.progress.touch()  # the time that the caller took is no stall
         finally:
-            self._cancel()
+            self.close()
 
     def again(self, read: RangeRead[T]) -> None:
         """Have a read that was just yielded received once more, into the same place."""
         self._again.append(read)
 
+    def close(self) -> None:
+        """End what still runs before the destinations are given up: no byte may land in them afterwards. Bounded in time.
+
+        May be called again, and then does what is left: an interrupt may have ended the first call.
+        """
+        works = [work for work in self._live.values() if work is not None]
+        for work in works:
+            if not work.done():
+                work.stop()
+        end = time.monotonic() + _CLOSE_S
+        for work in works:
+            work.wait(max(0.0, end - time.monotonic()))
+        self._abandoned = True  # what ends later lets its read go by itself
+        for read, its_work in list(self._live.items()):
+            if its_work is None or its_work.done():
+                self._let_go(read)
+        self._again.clear()
+        if self._live:
+            _log.error(
+                "%d requests of a load that has ended do not end: the tensors that they write to may change yet",
+                len(self._live),
+            )
+
     def _fits(self, read: RangeRead[T]) -> bool:
-        if not read.scratch or self._plane.budget.try_acquire(read.scratch):
+        alone = not self._live
+        self._live[read] = None
+        if not read.scratch or self._plane.budget.try_acquire(read, read.scratch):
             return True
-        if self._running or self._again:
-            return False
-        self._plane.budget.acquire_over(read.scratch)  # alone and larger than what others left: it must go on
-        return True
+        if alone:
+            self._plane.budget.acquire_over(read, read.scratch)  # larger than what others left: it must go on
+            return True
+        del self._live[read]
+        return False
 
     def _start(self, read: RangeRead[T]) -> None:
-        try:
-            if not read.tries:
-                read.pieces = read.make_pieces()
-            read.tries += 1
-            work = portal().submit(self._receive(read))
-        except BaseException:
-            self._plane.budget.release(read.scratch)
-            raise
-        self._running.add(work)
+        if not read.tries:
+            read.pieces = read.make_pieces()
+        read.tries += 1
+        work = loop_thread().work(functools.partial(self._receive, read), self._ended)
+        self._live[read] = work
+        work.start()
 
-        # the future is handed to its callback: one that named it would be a cycle, and keep the bytes until a collection
-        work.add_done_callback(functools.partial(self._note, read))
+    def _ended(self, work: Work[None]) -> None:
+        self._bell.ring()
+        if self._abandoned:
+            for read, its_work in list(self._live.items()):
+                if its_work is work:
+                    self._let_go(read)
 
-    def _note(self, read: RangeRead[T], work: concurrent.futures.Future[Any]) -> None:
-        self._ended.put((read, cast("Work[Any]", work)))
+    def _let_go(self, read: RangeRead[T]) -> None:
+        read.pieces = ()
+        self._plane.budget.release(read)
+        self._live.pop(read, None)
 
     async def _receive(self, read: RangeRead[T]) -> None:
         sink = Sink(read.pieces, self._job.progress)
@@ -152,19 +193,18 @@ class Downloader(Generic[T]):
             raise
 
     def _next(self) -> RangeRead[T] | None:
-        try:
+        end = time.monotonic() + _LOOK_S
+        while True:
             # also behind the deadline: the requests that end with it know key, attempts and request id
-            read, work = self._ended.get(timeout=0.5)
-        except queue.Empty:
-            self._check()
-            return None
-        self._running.discard(work)
-        try:
-            work.result()
-        except BaseException:
-            self._plane.budget.release(read.scratch)
-            raise
-        return read
+            for read, work in self._live.items():
+                if work is not None and work.done():
+                    work.result()
+                    return read
+            left = end - time.monotonic()
+            if left <= 0:
+                self._check()
+                return None
+            self._bell.wait(left)
 
     def _check(self) -> None:
         if self._job.deadline.expired:
@@ -175,15 +215,3 @@ class Downloader(Generic[T]):
                 f"no byte has arrived for {quiet:.0f} s (stall_limit_s); the store or the network is stuck"
             )
             raise stalled.with_context(rank=self._job.rank, bucket=self._job.bucket, operation="GetObject")
-
-    def _cancel(self) -> None:
-        """End what still runs before the destinations are given up: no byte may land in them afterwards."""
-        for work in self._running:
-            work.stop()
-        while self._running:
-            read, work = self._ended.get()
-            self._running.discard(work)
-            self._plane.budget.release(read.scratch)
-        for read in self._again:
-            self._plane.budget.release(read.scratch)
-        self._again.clear()

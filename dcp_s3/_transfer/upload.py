@@ -6,28 +6,28 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import logging
-import re
-import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dcp_s3._transfer.checksum import combine, crc32c, header_value
-from dcp_s3._transfer.faults import is_throttled
-from dcp_s3._transfer.plan import MAX_OBJECT_BYTES, MAX_PARTS
-from dcp_s3._transfer.portal import Work, portal
-from dcp_s3._transfer.retry import Counter, Deadline, backoff_s, longest_wait_s
+from dcp_s3._runtime.loop_thread import Bell, Work, loop_thread
+from dcp_s3._transfer.checksum import combine, crc32c, header_value, is_etag_of_parts
+from dcp_s3._transfer.limits.retry import Counter, Deadline, backoff_s, longest_wait_s
+from dcp_s3._transfer.part_plan import MAX_OBJECT_BYTES, MAX_PARTS
+from dcp_s3._transfer.s3.error_mapping import is_throttled
 from dcp_s3.errors import AccessDeniedError, DcpS3Error, DeadlineExceededError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
-    from dcp_s3._transfer.dataplane import DataPlane, Head, Job
-    from dcp_s3._transfer.pace import Pace
+    from dcp_s3._transfer.job import Head, Job
+    from dcp_s3._transfer.limits.cpu_throttle import CpuThrottle
+    from dcp_s3._transfer.s3.data_plane import DataPlane
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _QUEUED: Final = 4
 """Parts that may wait, cut and checked, behind those on the wire."""
@@ -80,7 +80,7 @@ class ObjectUpload:
         token: Kept in the object's user metadata.
         part_bytes: Size of every part but the last.
         max_parts: Most parts of one object.
-        pace: Rests between parts; ``None`` does not.
+        throttle: Rests between parts; ``None`` does not.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ObjectUpload:
         *,
         part_bytes: int,
         max_parts: int = MAX_PARTS,
-        pace: Pace | None = None,
+        throttle: CpuThrottle | None = None,
     ) -> None:
         self.key = key
         self.size = 0
@@ -101,19 +101,20 @@ class ObjectUpload:
         self._plane = plane
         self._job = job
         self._token = token
-        self._pace = pace
+        self._throttle = throttle
         self._part = _Part()
-        self._unsent = 0
         self._crcs: list[int] = []
         self._entries: dict[int, dict[str, Any]] = {}
-        self._room = threading.BoundedSemaphore(plane.config.max_concurrency + _QUEUED)
-        self._pending: set[Work[Any]] = set()
+        self._room = plane.config.max_concurrency + _QUEUED
+        self._works: dict[Work[Any], _Part | None] = {}
+        """Requests with what they send, from before they start until they have ended: an interrupt loses none."""
+        self._bell = Bell()
         self._failure: BaseException | None = None
         self._created: Work[tuple[str, bool]] | None = None
         self._undecided = False
+        self._aborting: Work[None] | None = None
         self._aborted = False
         self._started = time.monotonic()
-        self._changed = threading.Condition()
 
     # ------------------------------------------------------------------ caller's thread
 
@@ -160,20 +161,18 @@ class ObjectUpload:
         Raises:
             DcpS3Error: An earlier part has failed for good, or the deadline has passed.
         """
-        while not self._plane.budget.try_acquire(nbytes):
+        while not self._plane.budget.try_acquire(self, nbytes):
             self._check()
-            if not self._pending and self._part.copied:
+            if not self._works and self._part.copied:
                 # everything held is in the open part: nothing will be freed by waiting
-                self._plane.budget.acquire_over(nbytes)
+                self._plane.budget.acquire_over(self, nbytes)
                 break
             self._wait_a_moment()
-        self._unsent += nbytes
         self._check()
 
     def give_back(self, nbytes: int) -> None:
         """Return what was reserved and is not needed."""
-        self._unsent -= nbytes
-        self._plane.budget.release(nbytes)
+        self._plane.budget.release(self, nbytes)
 
     def finish(self) -> ObjectReceipt:
         """Send what is left, complete the object and verify it.
@@ -188,107 +187,111 @@ class ObjectUpload:
             if self._created is None:
                 part, self._part = self._part, _Part()
                 self._crcs.append(part.crc)
-                head = self._await(self._submit_part(self._put(part), part))
+                head = self._await(self._submit_part(functools.partial(self._put, part), part))
             else:
                 if self._part.nbytes:
                     self._send_part()
                 self._drain()
-                head = self._await(self._submit(self._complete()))
+                head = self._await(self._submit(self._complete))
         except BaseException:
             self.abort()
             raise
         return ObjectReceipt(self.key, self.size, head.etag, self.part_bytes, tuple(self._crcs))
 
     def abort(self) -> None:
-        """Cancel what is under way, wait until it has ended, and abort the upload. Never raises; bounded in time."""
+        """Cancel what is under way, wait until it has ended, and abort the upload. Never raises; bounded in time.
+
+        May be called again, and then does what is left: an interrupt may have ended the first call.
+        """
         if self._aborted:
             return
-        self._aborted = True
         limit = min(_ABORT_S, max(_LATE_ABORT_S, self._job.deadline.remaining()))
         end = time.monotonic() + limit
-        with self._changed:
-            pending = self._pending - {self._created}  # an upload whose id is not known yet could not be aborted
-        for work in pending:
+        created = self._created
+        works = [(work, part) for work, part in list(self._works.items()) if work is not created]
+        for work, _ in works:
             work.stop()
-        with self._changed:
-            while self._pending & pending and time.monotonic() < end:
-                self._changed.wait(0.2)
+        if created is not None and not created.started:
+            created.stop()  # but not one under way: an upload whose id is not known yet could not be aborted
+            created.wait(max(0.0, end - time.monotonic()))
+        for work, part in works:
+            if work.wait(max(0.0, end - time.monotonic())) and part is not None:
+                self._release(part)
         self._part = _Part()
-        self.give_back(self._unsent)
-        if self._created is None or self._undecided:
-            return  # an Abort must not overtake a Complete that may still be at work; what it leaves is for gc
-        aborting = portal().submit(self._abort(self._created, limit))
-        try:
-            aborting.result(max(0.1, end - time.monotonic()))
-        except (DcpS3Error, TimeoutError, concurrent.futures.CancelledError) as error:
-            self._created.stop()
-            aborting.stop()
-            _log.warning("could not abort the upload of %s (dcp-s3 gc will): %s", self.key, error)
+        self._plane.budget.release(self)
+        never_began = created is None or (created.done() and _is_cancelled(created))
+        if created is not None and not never_began and not self._undecided:
+            # (an Abort must not overtake a Complete that may still be at work; what it leaves is for gc)
+            if self._aborting is None:
+                self._aborting = loop_thread().work(functools.partial(self._abort, created, limit))
+            try:
+                self._aborting.start()
+                self._aborting.result(max(0.1, end - time.monotonic()))
+            except (DcpS3Error, TimeoutError, concurrent.futures.CancelledError) as error:
+                created.stop()
+                self._aborting.stop()
+                _log.warning("could not abort the upload of %s (dcp-s3 gc will): %s", self.key, error)
+        self._aborted = True
 
     def _send_part(self) -> None:
         part, self._part = self._part, _Part()
         self._crcs.append(part.crc)
         number = len(self._crcs)
         if self._created is None:
-            self._created = self._submit(self._plane.create_upload(self._job, self.key, self._token))
-        self._submit_part(self._upload(number, part), part)
-        if self._pace is not None:
-            self._pace.rest()
+            create = functools.partial(self._plane.create_upload, self._job, self.key, self._token)
+            self._created = loop_thread().work(create, self._ended)  # known before it starts: it may have to be aborted
+            self._begin(self._created)
+        self._submit_part(functools.partial(self._upload, number, part), part)
+        if self._throttle is not None:
+            self._throttle.rest()
 
-    def _submit_part(self, coroutine: Coroutine[Any, Any, Any], part: _Part) -> Work[Any]:
+    def _submit_part(self, function: Callable[[], Coroutine[Any, Any, T]], part: _Part) -> Work[T]:
         """Send a part when there is room; its copies then go back to the budget when it has ended."""
-        try:
-            while not self._room.acquire(timeout=0.2):
-                self._check()
+        while len(self._works) >= self._room:
             self._check()
-        except BaseException:
-            coroutine.close()
-            raise
-        self._unsent -= part.copied
-        return self._submit(coroutine, part)
+            self._wait_a_moment()
+        self._check()
+        return self._submit(function, part)
 
-    def _submit(self, coroutine: Coroutine[Any, Any, Any], part: _Part | None = None) -> Work[Any]:
-        with self._changed:
-            if not self._pending:
-                self._job.progress.touch()  # until now there was nothing to wait for
-        future = portal().submit(coroutine)
-        with self._changed:
-            self._pending.add(future)
+    def _submit(self, function: Callable[[], Coroutine[Any, Any, T]], part: _Part | None = None) -> Work[T]:
+        work = loop_thread().work(function, self._ended)
+        self._begin(work, part)
+        return work
 
-        # the future is handed to its callback: one that named it would be a cycle, and keep the part until a collection
-        future.add_done_callback(functools.partial(self._ended, part))
-        return future
+    def _begin(self, work: Work[Any], part: _Part | None = None) -> None:
+        if not self._works:
+            self._job.progress.touch()  # until now there was nothing to wait for
+        self._works[work] = part
+        if part is not None and part.copied:
+            self._plane.budget.move(self, part, part.copied)
+        work.start()
 
-    def _ended(self, part: _Part | None, future: concurrent.futures.Future[Any]) -> None:
+    def _ended(self, work: Work[Any]) -> None:
+        part = self._works.get(work)
         if part is not None:
             self._release(part)
-            self._room.release()
-        with self._changed:
-            self._pending.discard(cast("Work[Any]", future))
-            error = future.exception()
-            if error is not None and self._failure is None and not isinstance(error, concurrent.futures.CancelledError):
-                self._failure = error
-            self._changed.notify_all()
+        error = work.exception()
+        if error is not None and self._failure is None and not _is_cancelled(work):
+            self._failure = error
+        self._works.pop(work, None)
+        self._bell.ring()
 
     def _release(self, part: _Part) -> None:
         part.views.clear()
-        if part.copied:
-            self._plane.budget.release(part.copied)
-            part.copied = 0
+        self._plane.budget.release(part)
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._job.deadline.expired:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None or not self._pending, _SETTLE_S)
+            self._settle()
             if self._failure is not None:
                 raise self._failure
             raise self._job.deadline.error(f"uploading {self.key}").with_context(
                 rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
             )
         quiet = time.monotonic() - self._job.progress.last
-        if self._pending and quiet > self._plane.config.stall_limit_s:
+        if self._works and quiet > self._plane.config.stall_limit_s:
             stalled = DeadlineExceededError(
                 f"no byte has moved for {quiet:.0f} s (stall_limit_s); the store or the network is stuck"
             )
@@ -296,24 +299,25 @@ class ObjectUpload:
                 rank=self._job.rank, bucket=self._job.bucket, key=self.key, operation="UploadPart"
             )
 
+    def _settle(self) -> None:
+        end = time.monotonic() + _SETTLE_S
+        while self._works and self._failure is None and (left := end - time.monotonic()) > 0:
+            self._bell.wait(left)
+
     def _wait_a_moment(self) -> None:
-        with self._changed:
-            self._changed.wait(min(0.2, self._job.deadline.remaining() + 0.001))
+        self._bell.wait(min(0.2, self._job.deadline.remaining() + 0.001))
 
     def _drain(self) -> None:
-        while True:
-            with self._changed:
-                if not self._pending or self._failure is not None:
-                    break
+        while self._works and self._failure is None:
             self._check()
             self._wait_a_moment()
         self._check()
 
-    def _await(self, future: Work[Any]) -> Any:  # noqa: ANN401 -- the future's own type
-        while not future.done():
+    def _await(self, work: Work[T]) -> T:
+        while not work.done():
             self._check()
             self._wait_a_moment()
-        return future.result()
+        return work.result()
 
     # ------------------------------------------------------------------ loop thread
 
@@ -398,7 +402,7 @@ class ObjectUpload:
         """Whether an object without our token is ours: by its ETag or checksum, or, where it has none of ours, by its time."""
         assert self._created is not None  # noqa: S101 -- only called behind a Complete
         numbers = range(1, len(self._crcs) + 1)
-        same_etag = _has_etag_of(head.etag, [str(self._entries[number]["ETag"]) for number in numbers])
+        same_etag = is_etag_of_parts(head.etag, [str(self._entries[number]["ETag"]) for number in numbers])
         if same_etag:
             return True
         if (await asyncio.wrap_future(self._created))[1]:
@@ -427,6 +431,10 @@ class ObjectUpload:
         await self._plane.abort_upload(job, self.key, upload_id)
 
 
+def _is_cancelled(work: Work[Any]) -> bool:
+    return isinstance(work.exception(), concurrent.futures.CancelledError)
+
+
 def _is_unclear(error: StorageError) -> bool:
     """Whether a failed Complete may still have done its work, or may do it when it is sent again."""
     return isinstance(error, StorageUnavailableError) and not isinstance(error, DeadlineExceededError)
@@ -438,15 +446,3 @@ def _may_be_at_work(error: StorageError) -> bool:
     An error without a word of the store, or an error inside the store, says nothing; a store that throttles has refused.
     """
     return _is_unclear(error) and not is_throttled(error)
-
-
-_MD5: Final = re.compile(r"[0-9a-f]{32}")
-
-
-def _has_etag_of(etag: str, parts: list[str]) -> bool | None:
-    """Whether an ETag is the one that AWS gives an object of these parts (MD5 of their MD5s); ``None`` if it has another form."""
-    tags = [part.strip('"') for part in parts]
-    digest, _, count = etag.strip('"').partition("-")
-    if count != str(len(tags)) or not all(map(_MD5.fullmatch, [digest, *tags])):
-        return None
-    return hashlib.md5(bytes.fromhex("".join(tags)), usedforsecurity=False).hexdigest() == digest

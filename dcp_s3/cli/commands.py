@@ -23,7 +23,7 @@ from dcp_s3.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dcp_s3._checkpoint.verify import VerifyReport
+    from dcp_s3._checkpoint.care.verify import VerifyReport
 
 GOOD: Final = 0
 BAD: Final = 1
@@ -75,7 +75,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the checkpoints at URL and below it, and what was not committed. Whether they are whole: verify."""
-    from dcp_s3._checkpoint.tools import list_checkpoints
+    from dcp_s3._checkpoint.care.maintenance import list_checkpoints
 
     with _reported(as_json):
         found = list_checkpoints(url, config=_config(endpoint_url, region, profile), uncommitted=True)
@@ -112,13 +112,14 @@ def verify(
 
 
 def _reports(url: str, *, deep: bool, config: S3Config) -> Iterator[VerifyReport]:
-    from dcp_s3._checkpoint import tools
+    from dcp_s3._checkpoint.care import maintenance
 
-    each = tools.verify_each(url, deep=deep, config=config)
+    each = maintenance.verify_each(url, deep=deep, config=config)
     try:
         first = next(each, None)
     except AccessDeniedError:
-        first = tools.verify(url, deep=deep, config=config)  # who may read one by its name need not be allowed to list
+        # who may read one by its name need not be allowed to list
+        first = maintenance.verify(url, deep=deep, config=config)
     if first is not None:
         yield first
         yield from each
@@ -139,7 +140,7 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Collect what failed and replaced saves left at URL and below it."""
-    from dcp_s3._checkpoint.tools import collect_garbage
+    from dcp_s3._checkpoint.care.maintenance import collect_garbage
 
     with _reported(as_json):
         if delete:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3.cli.terminal import complain, line, printable
 
 if TYPE_CHECKING:
-    from dcp_s3._checkpoint.tools import CheckpointInfo, GarbageReport, VerifyReport
+    from dcp_s3._checkpoint.care.maintenance import CheckpointInfo, GarbageReport, VerifyReport
     from dcp_s3.errors import DcpS3Error
 
 _SHOWN = 20

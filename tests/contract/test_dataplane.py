@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 import pytest
 
 from dcp_s3 import CorruptCheckpointError, RetryPolicy, StorageError, StorageUnavailableError
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c, crc64nvme
-from dcp_s3._transfer.dataplane import DataPlane, Head, Job
 from dcp_s3._transfer.download import Downloader, RangeRead
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.portal import portal
-from dcp_s3._transfer.receive import Sink
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.store import is_missing
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.job import Head, Job
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.s3.control_store import is_missing
+from dcp_s3._transfer.s3.data_plane import DataPlane
 from dcp_s3._transfer.upload import ObjectUpload
 from tests.servers import Bucket, Endpoint
 
@@ -55,7 +56,7 @@ def job(bucket: Bucket) -> Job:
 
 
 def wait(coroutine: Coroutine[Any, Any, T]) -> T:
-    return portal().submit(coroutine).result(60)
+    return loop_thread().submit(coroutine).result(60)
 
 
 def put(plane: DataPlane, job: Job, key: str, body: bytes, *, crc: int | None = None) -> Head:

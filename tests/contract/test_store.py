@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dcp_s3 import AccessDeniedError, RetryPolicy, S3Config, StorageError, StorageUnavailableError
-from dcp_s3._transfer.probe import Conditions, conditions_of
-from dcp_s3._transfer.store import ControlStore, is_missing, is_precondition_failed
+from dcp_s3._transfer.s3.control_store import ControlStore, is_missing, is_precondition_failed
+from dcp_s3._transfer.s3.probe import Conditions, conditions_of
 from tests.conftest import EXTERNAL
 from tests.fault.server import FaultServer
 from tests.servers import Bucket, Endpoint

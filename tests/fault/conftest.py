@@ -16,16 +16,17 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3Config
-from dcp_s3._transfer import dataplane, probe, store
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.clients import connection_of
-from dcp_s3._transfer.dataplane import DataPlane, Head, Job
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.portal import portal
-from dcp_s3._transfer.receive import Sink
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.session import ViewSession
-from dcp_s3._transfer.store import ControlStore
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.http.session import ViewSession
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.job import Head, Job
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.s3 import planes, probe, shared_clients
+from dcp_s3._transfer.s3.clients import connection_of
+from dcp_s3._transfer.s3.control_store import ControlStore
+from dcp_s3._transfer.s3.data_plane import DataPlane
 from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
 from tests.fault.provider import Provider
 from tests.fault.server import FaultServer, Handle, Settings
@@ -45,7 +46,7 @@ def pattern(nbytes: int) -> bytes:
 
 def wait(coroutine: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
     """Run a coroutine on the package's loop thread."""
-    return portal().submit(coroutine).result(timeout_s)
+    return loop_thread().submit(coroutine).result(timeout_s)
 
 
 class Transfer:
@@ -55,7 +56,7 @@ class Transfer:
         s3: The server.
         plane: The data plane, where it is not the transfer's own.
         deadline_s: Of the job and the control store.
-        **settings: Fields of S3Config that differ from quick retries and patience with a busy machine.
+        **settings: Fields of S3Config that differ from quick retries and time-outs that a busy machine keeps.
     """
 
     def __init__(self, s3: Handle, *, plane: DataPlane | None = None, deadline_s: float = 60, **settings: Any) -> None:
@@ -95,7 +96,7 @@ class Transfer:
 
 
 def config_of(s3: Handle, **settings: Any) -> S3Config:
-    """Return a config for a server: quick retries, and patience with a busy machine."""
+    """Return a config for a server: quick retries, and time-outs that a busy machine keeps."""
     defaults: dict[str, Any] = {
         "endpoint_url": s3.url,
         "access_key_id": "RANK3",
@@ -165,13 +166,13 @@ def forgotten_clients(default_planes: dict[str, DataPlane]) -> Iterator[None]:
     """No finding about a store, and no client but the default ones, lives on behind the test that made it."""
     yield
     kept = {connection_of(plane.config) for plane in default_planes.values()}
-    for plane in list(dataplane._planes.values()):
+    for plane in list(planes._planes.values()):
         wait(plane.close())
-    dataplane._planes.clear()
-    dataplane._budgets.clear()
-    for place in set(store._shared) - kept:
-        store._shared.pop(place).close()
-    for shared in store._shared.values():
+    planes._planes.clear()
+    planes._budgets.clear()
+    for place in set(shared_clients._shared) - kept:
+        shared_clients._shared.pop(place).close()
+    for shared in shared_clients._shared.values():
         shared.without_checksums = False
     probe._known.clear()
 

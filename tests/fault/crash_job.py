@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CheckpointNotFoundError, S3StorageReader, collect_garbage
-from dcp_s3._checkpoint.layout import manifest_name
-from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.format.layout import manifest_name
+from dcp_s3._checkpoint.format.manifest import Manifest
 from tests.fault.crash_rank import ELEMENTS, RANKS, config_for, save_rank, state_of
 from tests.fault.server import Action, FaultServerProcess, GateHandle, Record, reset
 from tests.support.ranks import RankTimeout, run_ranks

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from dcp_s3 import RetryPolicy, S3Config, StorageError, StorageUnavailableError
-from dcp_s3._checkpoint.layout import CheckpointUrl
-from dcp_s3._checkpoint.manifest import Manifest
-from dcp_s3._transfer.retry import Deadline
-from dcp_s3._transfer.store import Fetched, ObjectInfo, UploadInfo
+from dcp_s3._checkpoint.format.layout import CheckpointUrl
+from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._transfer.limits.retry import Deadline
+from dcp_s3._transfer.s3.control_store import Fetched, ObjectInfo, UploadInfo
 
 Fate = Literal["ok", "lost reply", "not done", "late", "dies before", "dies after"]
 """Of one request. "late": the client hears 503 at once, and the write is done when it lands, perhaps never."""

@@ -17,10 +17,10 @@ from dcp_s3 import (
     StorageError,
     StorageUnavailableError,
 )
-from dcp_s3._checkpoint.commit import Observed, commit, observe
-from dcp_s3._transfer.probe import Conditions, conditions_of
-from dcp_s3._transfer.retry import Deadline
-from dcp_s3._transfer.store import ControlStore
+from dcp_s3._checkpoint.save.commit import Observed, commit, observe
+from dcp_s3._transfer.limits.retry import Deadline
+from dcp_s3._transfer.s3.control_store import ControlStore
+from dcp_s3._transfer.s3.probe import Conditions, conditions_of
 from tests.fault.conftest import QUICK, Transfer
 from tests.fault.server import PROFILES, Action, FaultServer, drop_reply, error, never_answer, reset
 

@@ -20,10 +20,10 @@ from dcp_s3 import (
     S3StorageWriter,
     StorageUnavailableError,
 )
-from dcp_s3._checkpoint import shard as shard_module
-from dcp_s3._checkpoint.layout import parse_url
-from dcp_s3._checkpoint.shard import ShardWriter
-from dcp_s3._transfer import dataplane
+from dcp_s3._checkpoint.format.layout import parse_url
+from dcp_s3._checkpoint.save import shard as shard_module
+from dcp_s3._checkpoint.save.shard import ShardWriter
+from dcp_s3._transfer.s3 import planes
 from dcp_s3._transfer.upload import ObjectUpload
 from tests.fault.conftest import Transfer, config_of
 from tests.fault.server import FaultServer, FaultServerProcess, Handle, delay, error, flip_reply, flip_stored
@@ -55,7 +55,7 @@ def failure_of(call: Callable[[], Any]) -> BaseException:
 
 def held() -> int:
     """Bytes of copies that the planes of this process hold."""
-    return sum(plane.budget.held for plane in dataplane._planes.values())
+    return sum(plane.budget.held for plane in planes._planes.values())
 
 
 class Planner(DefaultSavePlanner):
@@ -155,7 +155,7 @@ def test_failed_saves_give_their_memory_back(plain_s3: FaultServer, strides: str
         assert held() == 0
     save(plain_s3, state, **settings)
     assert held() == 0
-    assert max(plane.budget.peak for plane in dataplane._planes.values()) <= 32 * MIB
+    assert max(plane.budget.peak for plane in planes._planes.values()) <= 32 * MIB
     template = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     loaded = load(plain_s3, template)
     assert all(torch.equal(loaded[name], state[name]) for name in state)
@@ -269,7 +269,7 @@ def test_memory_is_bounded(slow_store: FaultServerProcess, state: dict[str, Any]
         save(slow_store, state, **settings)
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     assert sum(r.wire_bytes for r in slow_store.requests("UploadPart")) >= total
-    (plane,) = dataplane._planes.values()
+    (plane,) = planes._planes.values()
     assert plane.budget.peak <= memory_mib * MIB
     assert plane.budget.held == 0
     # one slice is copied while its bytes are reserved already, and glibc keeps some of what was freed
@@ -283,7 +283,7 @@ def test_contiguous_tensors_are_not_copied(slow_store: FaultServerProcess):
     save(slow_store, {"w": torch.ones(10)}, **settings)
     with Resident() as resident:
         save(slow_store, state, **settings)
-    (plane,) = dataplane._planes.values()
+    (plane,) = planes._planes.values()
     assert plane.budget.peak <= 5 * MIB
     assert resident.extra < 48 * MIB
 
@@ -313,7 +313,7 @@ def test_two_saves_at_once_share_the_budget(slow_store: FaultServerProcess):
     for thread in threads:
         thread.join(60)
     assert failures == []
-    (plane,) = dataplane._planes.values()
+    (plane,) = planes._planes.values()
     assert (plane.budget.peak <= 48 * MIB, plane.budget.held) == (True, 0)
 
 

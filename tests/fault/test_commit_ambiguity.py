@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CheckpointNotFoundError, S3StorageReader, S3StorageWriter, StorageUnavailableError, collect_garbage
-from dcp_s3._checkpoint.gc import SLACK_S, GarbageReport
-from dcp_s3._transfer import probe
+from dcp_s3._checkpoint.care.garbage import SLACK_S, GarbageReport
+from dcp_s3._transfer.s3 import probe
 from tests.fault.conftest import config_of
 from tests.fault.crash_job import FULL
 from tests.fault.server import Action, FaultServer, GateHandle, drop_reply, error

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CheckpointExistsError, CommitConflictError, S3StorageReader, S3StorageWriter, StorageError
-from dcp_s3._checkpoint.layout import record_name
-from dcp_s3._transfer import probe
+from dcp_s3._checkpoint.format.layout import record_name
+from dcp_s3._transfer.s3 import probe
 from tests.fault.conftest import config_of
 from tests.fault.server import FaultServer, RuleHandle, error, reply_headers
 from tests.fault.test_commit_ambiguity import RECORD, URL, assert_nothing_else, land, load, save, state_of

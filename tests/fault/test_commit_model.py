@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from dcp_s3 import CommitConflictError, StorageUnavailableError
-from dcp_s3._checkpoint import commit as commit_module
-from dcp_s3._checkpoint import gc, inventory
-from dcp_s3._checkpoint.commit import commit, delete_replaced, observe
-from dcp_s3._checkpoint.layout import data_key, manifest_name
-from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
-from dcp_s3._transfer import retry
+from dcp_s3._checkpoint.care import garbage, inventory
+from dcp_s3._checkpoint.format.layout import data_key, manifest_name
+from dcp_s3._checkpoint.format.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.save import commit as commit_module
+from dcp_s3._checkpoint.save.commit import commit, delete_replaced, observe
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.probe import Conditions
-from dcp_s3._transfer.retry import Deadline
+from dcp_s3._transfer.limits import retry
+from dcp_s3._transfer.limits.retry import Deadline
+from dcp_s3._transfer.s3.probe import Conditions
 from tests.fault.crash_job import FULL
 from tests.fault.model_store import RECORD, URL, Actor, Client, Fate, Killed, World
 
 DEADLINE_S = 100.0
-MARGIN_S = DEADLINE_S + gc.SLACK_S
+MARGIN_S = DEADLINE_S + garbage.SLACK_S
 BOTH = Conditions(create=True, replace="quoted")
 FATES: tuple[Fate, ...] = ("lost reply", "not done", "late", "dies before", "dies after")
 RANKS = 2
@@ -100,10 +100,10 @@ class Commits(RuleBasedStateMachine):
         self.patch.setattr(commit_module, "time", types.SimpleNamespace(sleep=self._pass))
         for module in (
             commit_module,
-            gc,
+            garbage,
             inventory,
         ):  # one by one: the order must be the same whenever a run is repeated
-            self.patch.setattr(module, "in_parallel", lambda work, items: [work(item) for item in items])
+            self.patch.setattr(module, "call_all", lambda work, items: [work(item) for item in items])
 
     def _pass(self, seconds: float) -> None:
         self.world.clock_s += seconds
@@ -120,11 +120,11 @@ class Commits(RuleBasedStateMachine):
     @precondition(lambda self: len(self._running) < 4)
     @rule()
     def begin_collection(self) -> None:
-        gc.check_margin(MARGIN_S, DEADLINE_S, no_writer_runs=False)
+        garbage.check_margin(MARGIN_S, DEADLINE_S, no_writer_runs=False)
 
         def work(actor: Actor) -> None:
             client: Any = Client(self.world, actor)
-            gc.collect(client, URL, dry_run=False, older_than_s=self.margin_s)
+            garbage.collect(client, URL, dry_run=False, older_than_s=self.margin_s)
 
         self.collectors.append(Actor(work))
 
@@ -173,11 +173,11 @@ class Commits(RuleBasedStateMachine):
             if not hasattr(error, "status"):
                 raise
 
-    @rule(seconds=st.sampled_from([1.0, DEADLINE_S / 2, DEADLINE_S + 1, gc.SLACK_S, MARGIN_S + 1]))
+    @rule(seconds=st.sampled_from([1.0, DEADLINE_S / 2, DEADLINE_S + 1, garbage.SLACK_S, MARGIN_S + 1]))
     def time_passes(self, seconds: float) -> None:
         """Whoever is not stepped meanwhile sleeps; no store takes a request longer after its signature than the slack."""
         self.world.clock_s += seconds
-        self.world.in_flight = [w for w in self.world.in_flight if self.world.clock_s - w.sent_s <= gc.SLACK_S]
+        self.world.in_flight = [w for w in self.world.in_flight if self.world.clock_s - w.sent_s <= garbage.SLACK_S]
 
     @precondition(lambda self: RECORD in self.world.objects)
     @rule()
@@ -205,7 +205,7 @@ class Commits(RuleBasedStateMachine):
             client: Any = Client(self.world)
             for _ in range(2):
                 self.world.clock_s += MARGIN_S + 1
-                gc.collect(client, URL, dry_run=False, older_than_s=MARGIN_S)
+                garbage.collect(client, URL, dry_run=False, older_than_s=MARGIN_S)
                 assert set(self.world.objects) == self.world.live_keys()
                 assert self.world.uploads == {}
                 last = Save(self.world, 1000 + len(self.saves), BOTH)

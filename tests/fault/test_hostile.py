@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError, S3StorageReader, S3StorageWriter
-from dcp_s3._checkpoint import metadata as record_format
+from dcp_s3._checkpoint.pickles import metadata as record_format
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, FaultServerProcess, Handle

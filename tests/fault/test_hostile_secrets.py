@@ -76,7 +76,7 @@ def test_saves_and_loads_tell_no_secret(s3: FaultServer, caplog: pytest.LogCaptu
     own = logged(caplog)
     assert len(own) > 20
     spoke = {text.split(" ")[0] for text in own}
-    assert {"dcp_s3.writer", "dcp_s3.reader", "dcp_s3._transfer.retry", "botocore.endpoint"} <= spoke
+    assert {"dcp_s3.writer", "dcp_s3.reader", "dcp_s3._transfer.limits.retry", "botocore.endpoint"} <= spoke
     told += own
     s3.clear(log=False, state=False)
     for key, about in s3.objects().items():

@@ -21,8 +21,8 @@ from dcp_s3 import (
     StorageError,
     verify,
 )
-from dcp_s3._checkpoint.commit import Observed, confirm
-from dcp_s3._checkpoint.layout import WRITE_ID_FIELD
+from dcp_s3._checkpoint.format.layout import WRITE_ID_FIELD
+from dcp_s3._checkpoint.save.commit import Observed, confirm
 from tests.fault.conftest import Transfer, config_of, failure_of
 from tests.fault.server import Action, FaultServer, error, flip_stored, lose_stored, truncate_stored
 
@@ -137,7 +137,7 @@ def test_a_body_spoiled_on_its_way_up(plain_s3: FaultServer, monkeypatch: pytest
     """Bytes that change between memory and store: a store that checks CRC32C refuses the part and gets it again, whole; with one
     that does not check, the load finds it.
     """
-    from dcp_s3._transfer import pool
+    from dcp_s3._transfer.http import pool
 
     plain_s3.configure(checksum=checksum)
     spoiled = []

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3Config, S3StorageReader, S3StorageWriter, collect_garbage, list_checkpoints, verify
-from dcp_s3._transfer.portal import portal
+from dcp_s3._runtime.loop_thread import loop_thread
 from tests.fault.server import FaultServerProcess, drop_reply, error, reset
 from tests.fault.server.control import call
 from tests.support.ranks import run_ranks_ok
@@ -33,6 +33,7 @@ WARM_UP = 10
 FAILING = 0.05
 """Share of the requests that the store fails."""
 SLOPE_MIB = 0.5
+CONFIGS = 50
 
 
 @dataclasses.dataclass
@@ -48,13 +49,14 @@ class Held:
     """Open in the store, with a part."""
 
 
-def _config(url: str) -> S3Config:
+def _config(url: str, **settings: Any) -> S3Config:
     return S3Config(
         endpoint_url=url,
         access_key_id="RANK0",
         secret_access_key="secret",
         part_bytes=PART,
         retry=RetryPolicy(max_attempts=12, initial_wait_s=0.01, max_wait_s=0.05),
+        **settings,
     )
 
 
@@ -70,7 +72,7 @@ def _held(control_port: int) -> Held:
         threads=threading.active_count(),
         fds=process.num_fds(),
         sockets=len(process.net_connections()),
-        tasks=portal().submit(_tasks()).result(30),
+        tasks=loop_thread().submit(_tasks()).result(30),
         uploads=sum(1 for upload in call(control_port, "uploads", {}, timeout_s=30).values() if upload["parts"]),
     )
 
@@ -122,6 +124,13 @@ def failing_store() -> Any:
         yield running
 
 
+@pytest.fixture
+def store() -> Any:
+    """One that works."""
+    with FaultServerProcess(min_part_bytes=0) as running:
+        yield running
+
+
 def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_property: Any):
     """With 5 % of the requests failing every save commits and loads bit for bit; resident memory grows by less than 0.5 MiB per
     save, threads, tasks and open files do not grow, sockets are no more than a save has requests in flight, no save leaves an
@@ -159,3 +168,27 @@ def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_prope
     assert all(verify(info.url, deep=True, config=config).ok for info in found)
     expected = sum(info.objects + 2 for info in found)  # and the record, and the manifest
     assert len(failing_store.objects("run/")) == expected
+
+
+def _saves_with_configs(rank: int, url: str, control_port: int, nbytes: int) -> list[Held]:
+    """Save in the background with a config of its own each time, as one with the step in its metadata. Runs in a process of its own."""
+    state = {"t": torch.zeros(nbytes // 4)}
+    held = []
+    for number in range(WARM_UP + CONFIGS):
+        config = _config(url, metadata={"step": str(number)}, memory_bytes=(64 + number) * MIB)
+        writer = S3StorageWriter("s3://bucket/run", config=config)
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result(timeout=60)
+        held.append(_held(control_port))
+    return held
+
+
+def test_a_config_per_save_holds_nothing(store: FaultServerProcess):
+    """Fifty background saves of 8 MiB, each with a config of its own: memory grows by no more than four of them, descriptors
+    and threads do not grow.
+    """
+    where = store.url, store._control_port
+    (held,) = run_ranks_ok(1, _saves_with_configs, *where, 8 * MIB, timeout_s=300, backend=None)
+    steady = held[WARM_UP:]
+    assert steady[-1].rss_mib - steady[0].rss_mib < 32, [round(one.rss_mib, 1) for one in held]
+    assert max(one.fds for one in steady) <= steady[0].fds + 2, [one.fds for one in held]
+    assert max(one.threads for one in steady) <= steady[0].threads + 1  # that of a save which is ending

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 
@@ -39,6 +40,17 @@ def _running(s3: FaultServer, script: str, deadline_s: float = 60) -> Iterator[s
         process.communicate()
 
 
+def _rest_of_stderr(process: subprocess.Popen[str]) -> str:
+    """What is left behind a line that was read: it may be in the file object already, which ``communicate`` does not look at."""
+    assert process.stderr is not None
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        return process.stderr.read()
+    finally:
+        watchdog.cancel()
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_at_the_end_of_the_interpreter(s3: FaultServer, again: bool):
     """The first Ctrl-C says in one line what the process waits for, and to what a second one would lead; the save commits."""
@@ -56,7 +68,7 @@ def test_at_the_end_of_the_interpreter(s3: FaultServer, again: bool):
             process.send_signal(signal.SIGINT)
         else:
             gate.release()
-        _, more = process.communicate(timeout=60)
+        more = _rest_of_stderr(process)
     assert line == (
         "this process waits for the save of s3://bucket/run on rank 0 before it ends; interrupt it once more to give that up\n"
     )
@@ -82,7 +94,7 @@ def test_while_a_buffer_is_waited_for(s3: FaultServer):
         assert process.stderr is not None
         line = process.stderr.readline()
         gate.release()
-        _, more = process.communicate(timeout=60)
+        more = _rest_of_stderr(process)
     assert line == "interrupted while async_save was waiting for the save of s3://bucket/run on rank 0\n"
     assert "KeyboardInterrupt" in more
     assert len(s3.requests("PutObject", key=r"\.metadata$")) == 1

@@ -19,8 +19,8 @@ from dcp_s3 import (
     StorageUnavailableError,
     collect_garbage,
 )
-from dcp_s3._checkpoint.gc import SLACK_S, GarbageReport
-from dcp_s3._transfer import retry
+from dcp_s3._checkpoint.care.garbage import SLACK_S, GarbageReport
+from dcp_s3._transfer.limits import retry
 from tests.fault.conftest import config_of
 from tests.fault.server import FaultServer
 

@@ -9,10 +9,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter, StorageError, abort_stale_uploads, collect_garbage
-from dcp_s3._checkpoint import commit as commit_module
-from dcp_s3._checkpoint import deadline
-from dcp_s3._checkpoint.gc import SLACK_S, GarbageReport
-from dcp_s3._transfer import dataplane, retry
+from dcp_s3._checkpoint import group_deadline
+from dcp_s3._checkpoint.care.garbage import SLACK_S, GarbageReport
+from dcp_s3._checkpoint.save import commit as commit_module
+from dcp_s3._transfer.limits import retry
+from dcp_s3._transfer.s3 import data_plane as data_plane_module
 from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, GateHandle, error
 from tests.fault.test_race_collector import PART, URL, load, state_of
@@ -27,7 +28,7 @@ HOUR_S = 3600.0
 @pytest.fixture(autouse=True)
 def in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The saves run in a process group with a time-out of two hours; the collector does not."""
-    monkeypatch.setattr(deadline, "_group_timeout_s", lambda: GROUP_S)
+    monkeypatch.setattr(group_deadline, "_group_timeout_s", lambda: GROUP_S)
 
 
 def save(s3: FaultServer, value: int) -> BaseException | None:
@@ -118,7 +119,7 @@ def test_a_save_that_lost_its_objects(
 ) -> None:
     """On a store that keeps no user metadata the margin stands. The save finds its objects gone, fails, and the old one stays."""
     assert save(plain_s3, 10) is None
-    for module in (dataplane, commit_module):
+    for module in (data_plane_module, commit_module):
         monkeypatch.setattr(module, "save_metadata", lambda _: {})
     gate = held(plain_s3, "behind the manifest")
     with ThreadPoolExecutor(1) as pool:
@@ -143,7 +144,7 @@ def test_a_save_that_lost_its_objects(
 def test_it_looks_again_before_each_try(plain_s3: FaultServer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is refused for an hour is not committed at last over objects that were collected meanwhile."""
     assert save(plain_s3, 10) is None
-    for module in (dataplane, commit_module):
+    for module in (data_plane_module, commit_module):
         monkeypatch.setattr(module, "save_metadata", lambda _: {})
     plain_s3.clear(state=False)
     gate = plain_s3.hold("PutObject", key=r"\.metadata$", then=error(503, "SlowDown"), nth=1)

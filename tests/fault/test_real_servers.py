@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import DcpS3Error, RetryPolicy, collect_garbage, verify
-from dcp_s3._checkpoint.commit import commit
+from dcp_s3._checkpoint.save.commit import commit
 from tests.conftest import or_missing
 from tests.integration.support import assert_same, blank, load, wait_until, writer
 from tests.servers import Bucket, CephRGW, SeaweedFS, fresh_bucket, missing_rgw_binaries, missing_seaweedfs_binaries
@@ -121,7 +121,7 @@ def _replace_in_trouble(
 @pytest.fixture
 def repeated(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     """How many requests the package has repeated so far."""
-    name = "dcp_s3._transfer.retry"
+    name = "dcp_s3._transfer.limits.retry"
     caplog.set_level(logging.DEBUG, logger=name)
     return lambda: sum(record.name == name for record in caplog.records)
 

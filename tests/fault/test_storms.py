@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import RetryPolicy, S3StorageReader, S3StorageWriter, StorageUnavailableError
-from dcp_s3._transfer import probe, retry
+from dcp_s3._transfer.limits import retry
+from dcp_s3._transfer.s3 import probe
 from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, error
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from dcp_s3 import ConfigError, CorruptCheckpointError, S3Config, StorageError, StorageUnavailableError
-from dcp_s3._transfer.clients import Rotation, boto_options
-from dcp_s3._transfer.dataplane import DataPlane
 from dcp_s3._transfer.download import Downloader, RangeRead
+from dcp_s3._transfer.s3.client_options import boto_options
+from dcp_s3._transfer.s3.clients import Rotation
+from dcp_s3._transfer.s3.data_plane import DataPlane
 from tests.fault.conftest import KEY, QUICK, Transfer, pattern
 from tests.fault.server import FaultServer, cut_reply, delay, error, never_answer, peak_in_flight
 

@@ -27,8 +27,8 @@ from dcp_s3 import (
     S3StorageReader,
     S3StorageWriter,
 )
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.portal import portal
 from tests.fault.conftest import KEY, TOKEN, Transfer, config_of, pattern
 from tests.fault.provider import Provider
 from tests.fault.server import FaultServer, error, reset
@@ -40,7 +40,7 @@ JSON = "application/json"
 def put_at_once(transfer: Transfer, count: int) -> list[BaseException | None]:
     """Send many objects at the same time; return what became of each."""
     sent = [
-        portal().submit(transfer.plane.put_object(transfer.job, f"k{n}", [memoryview(BODY)], crc32c(BODY), TOKEN))
+        loop_thread().submit(transfer.plane.put_object(transfer.job, f"k{n}", [memoryview(BODY)], crc32c(BODY), TOKEN))
         for n in range(count)
     ]
     return [work.exception(30) for work in sent]

@@ -12,8 +12,8 @@ import pytest
 
 from dcp_s3 import CorruptCheckpointError, DeadlineExceededError, StorageError, StorageUnavailableError
 from dcp_s3._transfer.download import Downloader, RangeRead
-from dcp_s3._transfer.receive import Sink
-from dcp_s3._transfer.store import is_missing
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.s3.control_store import is_missing
 from tests.fault.conftest import KEY, QUICK, Transfer, pattern, wait
 from tests.fault.server import (
     FaultServer,
@@ -174,6 +174,23 @@ def test_an_object_that_changes_between_two_ranges(plain_s3: FaultServer, plain_
     with pytest.raises(CorruptCheckpointError, match="changed while it was read") as caught:
         reads.run()
     assert caught.value.key == KEY
+
+
+@pytest.mark.parametrize("form", ['"{}"', "{}"])
+def test_a_range_of_another_object_than_was_asked_for(plain_s3: FaultServer, plain_transfer: Transfer, form: str):
+    """A reply with another ETag than the known one is an error at once, for which no repetition would help; with the known
+    one, in quotes or without, its bytes are taken.
+    """
+    plain_s3.put(KEY, BODY)
+    known = plain_s3.objects()[KEY]["etag"]
+    assert plain_transfer.get(START, END, etag=form.format(known)) == BODY[START:END]
+    plain_s3.put(KEY, BODY[::-1])
+    now = plain_s3.objects()[KEY]["etag"]
+    with pytest.raises(CorruptCheckpointError, match="changed while it was read") as caught:
+        plain_transfer.get(START, END, etag=form.format(known))
+    assert f'(ETag "{now}", was {form.format(known)})' in str(caught.value)
+    assert (caught.value.key, caught.value.operation) == (KEY, "GetObject")
+    assert len(plain_s3.requests("GetObject")) == 2
 
 
 def test_an_etag_may_lose_its_quotes(plain_s3: FaultServer, plain_transfer: Transfer):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dcp_s3 import AccessDeniedError
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.portal import portal
 from dcp_s3._transfer.upload import _QUEUED
 from tests.fault.conftest import KEY, Transfer, pattern, wait
 from tests.fault.provider import Provider
@@ -187,7 +187,7 @@ def test_one_refresh_for_many_parts(
     parts = [memoryview(BODY)[start : start + 10_000] for start in range(0, len(BODY), 10_000)]
     assert len(parts) == transfer.config.max_concurrency == 16
     sent = [
-        portal().submit(
+        loop_thread().submit(
             transfer.plane.upload_part(transfer.job, KEY, upload_id, number, [part], crc32c(part), checksums=False)
         )
         for number, part in enumerate(parts, 1)

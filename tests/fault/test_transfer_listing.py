@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dcp_s3 import StorageError
-from dcp_s3._transfer.store import ControlStore
+from dcp_s3._transfer.s3.control_store import ControlStore
 from tests.fault.conftest import Transfer, config_of
 from tests.fault.server import FaultServer, cut_reply, error, rewrite
 
@@ -140,7 +140,7 @@ def test_a_list_that_never_ends(plain_s3: FaultServer, plain_transfer: Transfer,
         "<CommonPrefixes><Prefix>run/a/</Prefix></CommonPrefixes><Upload><Key>run/a</Key><UploadId>7</UploadId></Upload></R>"
     )
     plain_s3.on("*", error(200, body=page))
-    with pytest.raises(StorageError, match="does not get on with its list"):
+    with pytest.raises(StorageError, match="pagination is broken"):
         list(getattr(plain_transfer.store, call)("run/"))
     assert len(plain_s3.log) <= 3
 

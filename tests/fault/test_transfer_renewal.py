@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import AccessDeniedError, S3Config, S3StorageReader, S3StorageWriter
-from dcp_s3._transfer import probe
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.portal import portal
+from dcp_s3._transfer.s3 import probe
 from tests.fault.conftest import KEY, TOKEN, Transfer, pattern
 from tests.fault.provider import Provider
 from tests.fault.server import Action, FaultServer, error
@@ -193,7 +193,7 @@ def test_credentials_that_refreshed_themselves_meanwhile(
     transfer.put(body, "k0")
     gate = plain_s3.hold("PutObject", key="k1", then=error(400, "ExpiredToken"), access_key="OLD")
     plane, job = transfer.plane, transfer.job
-    held = portal().submit(plane.put_object(job, "k1", [memoryview(body)], crc32c(body), TOKEN))
+    held = loop_thread().submit(plane.put_object(job, "k1", [memoryview(body)], crc32c(body), TOKEN))
     gate.wait_arrived()
     end = time.monotonic() + 15
     while plain_s3.log[-1].access_key != "NEW":

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dcp_s3 import RetryPolicy, StorageUnavailableError
-from dcp_s3._transfer import store
+from dcp_s3._transfer.s3 import shared_clients
 from tests.fault.conftest import KEY, Transfer, pattern, wait
 from tests.fault.server import FaultServer
 
@@ -186,7 +186,7 @@ def test_idle_connections_of_the_control_plane(
     s3.put(KEY, BODY)
     transfer.store.get(KEY)
     transfer.store.get(KEY)
-    monkeypatch.setattr(store, "_IDLE_S", 0.2)
+    monkeypatch.setattr(shared_clients, "_IDLE_S", 0.2)
     time.sleep(0.3)
     transfer.store.get(KEY)
     first, second, third = [record.connection for record in s3.requests("GetObject")]

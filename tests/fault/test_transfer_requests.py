@@ -14,14 +14,15 @@ import pytest
 from botocore.awsrequest import AWSResponse
 
 from dcp_s3 import AccessDeniedError, S3Config, StorageError
-from dcp_s3._transfer import clients, store
-from dcp_s3._transfer.clients import connection_of
-from dcp_s3._transfer.dataplane import DataPlane, Job
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.receive import Sink
-from dcp_s3._transfer.retry import Counter, Deadline
-from dcp_s3._transfer.session import ViewSession
-from dcp_s3._transfer.store import ControlStore
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.http.session import ViewSession
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.job import Job
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.s3 import client_options, shared_clients
+from dcp_s3._transfer.s3.clients import connection_of
+from dcp_s3._transfer.s3.control_store import ControlStore
+from dcp_s3._transfer.s3.data_plane import DataPlane
 from tests.fault.conftest import KEY, QUICK, Transfer, config_of, pattern, wait
 from tests.fault.server import MULTIPART, PROFILES, FaultServer, error
 
@@ -166,7 +167,7 @@ def test_odd_keys(s3: FaultServer, transfer: Transfer, key: str):
 def address(config: S3Config, bucket: str = "bucket") -> tuple[str, str]:
     """Where the two planes would send a GET: their URLs, without sending it."""
     seen: list[str] = []
-    with store._shared_for(connection_of(config)) as shared:
+    with shared_clients.shared_clients(connection_of(config)) as shared:
         control = shared.get()
 
     def stop(request: Any, **_: Any) -> AWSResponse:
@@ -272,7 +273,7 @@ def test_one_client_for_a_config(plain_s3: FaultServer, monkeypatch: pytest.Monk
         made.append(args)
         return plain(self, *args, **options)
 
-    monkeypatch.setattr(clients.boto3.session.Session, "client", counted)
+    monkeypatch.setattr(client_options.boto3.session.Session, "client", counted)
     config = config_of(plain_s3, max_concurrency=7)
     for _ in range(5):
         with pytest.raises(StorageError):

@@ -19,7 +19,7 @@ from dcp_s3 import (
     StorageError,
     StorageUnavailableError,
 )
-from dcp_s3._transfer.store import is_precondition_failed
+from dcp_s3._transfer.s3.control_store import is_precondition_failed
 from tests.fault.conftest import KEY, QUICK, Transfer, pattern, wait
 from tests.fault.server import (
     Action,

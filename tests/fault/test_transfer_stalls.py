@@ -42,7 +42,7 @@ CALLS: dict[str, Callable[[Transfer], object]] = {
 
 @pytest.fixture
 def impatient(plain_s3: FaultServer, transfer_to: Callable[..., Transfer]) -> Transfer:
-    """The transfer layer with 0.25 s of patience; tries to spare, as a busy machine may be slow to answer, too."""
+    """The transfer layer with time-outs of 0.25 s; tries to spare, as a busy machine may be slow to answer, too."""
     return transfer_to(plain_s3, **IMPATIENT)
 
 

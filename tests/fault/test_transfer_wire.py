@@ -16,12 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, StorageUnavailableError
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.pool import PlainPool
-from dcp_s3._transfer.receive import Sink
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.http.pool import PlainPool
+from dcp_s3._transfer.http.sink import Sink
 from tests.fault.conftest import KEY, Transfer, config_of, pattern, wait
 from tests.fault.server import FaultServer, reply_headers, reset
-from tests.unit.test_receive_forms import chunks
+from tests.unit.test_sink_forms import chunks
 
 BODY = pattern(300_000)
 CALLS: dict[str, tuple[str, Callable[[Transfer], Any]]] = {

@@ -20,7 +20,7 @@ import pytest
 
 import dcp_s3
 from dcp_s3 import RetryPolicy, S3Config, StorageError
-from dcp_s3._checkpoint.layout import CheckpointUrl
+from dcp_s3._checkpoint.format.layout import CheckpointUrl
 from tests.unit.fake_store import FakeStore, save
 
 PROGRAM = [sys.executable, "-c", "import sys; from dcp_s3.cli import main; main()"]

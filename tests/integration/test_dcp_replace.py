@@ -214,8 +214,15 @@ def _load_amid_a_replacement(rank, bucket, when, directory):
     return {failing: wrapped[0] for failing, wrapped in caught.value.failures.items()}
 
 
-@pytest.mark.parametrize("when, failing", [("before", [0]), ("after", [0, 1])])
-def test_replaced_while_it_is_loaded(bucket, tmp_path, when, failing):
+@pytest.mark.parametrize(
+    "when, failing, text",
+    [
+        ("before", [0], "was replaced while the ranks read it: they saw different checkpoints"),
+        ("after", [0, 1], "was replaced or deleted while it was read"),
+    ],
+    ids=["before", "after"],
+)
+def test_replaced_while_it_is_loaded(bucket, tmp_path, when, failing, text):
     """Ranks of one load never read two checkpoints: one that is replaced meanwhile fails the load on all, and it can be repeated.
 
     So it is when the ranks' records differ (the coordinator sees it), and when the data of the record that they read are gone.
@@ -226,5 +233,5 @@ def test_replaced_while_it_is_loaded(bucket, tmp_path, when, failing):
         assert sorted(failures) == failing
         for error in failures.values():
             assert type(error) is CheckpointReplacedError
-            assert bucket.url("a") in str(error)
+            assert f"{bucket.url('a')} {text}; load again" in str(error)
     assert_same(load(bucket, "a", blank(_whole(2))), _whole(2))

@@ -28,9 +28,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
-from dcp_s3._checkpoint import loadable
-from dcp_s3._checkpoint.archive import load_record
-from dcp_s3._checkpoint.loadable import Loadability
+from dcp_s3._checkpoint.archive.stock_archive import load_record
+from dcp_s3._checkpoint.save import loadable
+from dcp_s3._checkpoint.save.loadable import Loadability
 from tests.integration.conftest import bucket_on
 from tests.integration.support import failure_of, reader, writer
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from dcp_s3._checkpoint import fetch
+from dcp_s3._checkpoint.load import ranges
 from dcp_s3._transfer.checksum import crc32c
 from tests.fault.server import FaultServerProcess, peak_in_flight
 from tests.integration.conftest import bucket_on
@@ -227,12 +227,12 @@ def test_any_boxes_of_any_tensor(case, start):
     stored = b"\xff" * start + raw + b"tail"
     with pytest.MonkeyPatch.context() as patch:
         for name, size in {"READ_BYTES": 64, "CRC_CHUNK_BYTES": 16, "DIRECT_BYTES": 24, "GAP_BYTES": 8}.items():
-            patch.setattr(fetch, name, size)
+            patch.setattr(ranges, name, size)
         crcs = tuple(crc32c(raw[at : at + 16]) for at in range(0, len(raw), 16)) if verified else ()
         pieces = [
             piece
             for offsets, lengths, target in boxes
-            for piece in fetch.raw_pieces(
+            for piece in ranges.raw_pieces(
                 key="k",
                 data_start=start,
                 sizes=tuple(whole.shape),
@@ -245,7 +245,7 @@ def test_any_boxes_of_any_tensor(case, start):
             )
         ]
         behind = 0
-        for read in fetch.batches(pieces):
+        for read in ranges.batches(pieces):
             assert behind <= read.start
             position = read.start
             for place in read.make_pieces():

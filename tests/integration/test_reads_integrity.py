@@ -246,7 +246,7 @@ def test_deleted_while_it_was_read(faults):
 @pytest.mark.parametrize("path", ["../b/data", "/etc/passwd", "s3://other/x", "data/../../b", "data//x"])
 def test_a_record_that_leads_elsewhere(faults, path):
     """A record whose objects lie outside of its checkpoint is refused, and nothing there is asked for."""
-    from dcp_s3._checkpoint import metadata as record_format
+    from dcp_s3._checkpoint.pickles import metadata as record_format
 
     bucket = bucket_on(faults)
     dcp.save({"w": torch.ones(3)}, storage_writer=writer(bucket, "a"))

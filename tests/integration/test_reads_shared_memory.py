@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from dcp_s3 import S3StorageReader
-from dcp_s3._checkpoint.overlap import rounds
+from dcp_s3._checkpoint.load.overlap import rounds
 from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, bits, load, reader, writer
 from tests.support.ranks import run_ranks_ok

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.serialization import config as serialization_config
 
 from dcp_s3 import CheckpointReplacedError, CorruptCheckpointError, S3StorageReader
-from dcp_s3._checkpoint import archive
-from dcp_s3._checkpoint import metadata as record_format
-from dcp_s3._checkpoint.archive import fault_of
+from dcp_s3._checkpoint.archive import stock_archive
+from dcp_s3._checkpoint.archive.stock_archive import fault_of
+from dcp_s3._checkpoint.pickles import metadata as record_format
 from tests.golden.make import GOLDEN, expected
 from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, blank, failure_of, load, reader, writer
@@ -136,7 +136,7 @@ def test_what_fault_of_says():
         torch.save(value, buffer)
         record = buffer.getvalue()
         assert fault_of(memoryview(record)) is None
-        assert [entry.crc for entry in archive._entries(memoryview(record))] == [
+        assert [entry.crc for entry in stock_archive._entries(memoryview(record))] == [
             info.CRC for info in zipfile.ZipFile(io.BytesIO(record)).infolist()
         ]
     assert fault_of(memoryview(b"not an archive")) is None
@@ -154,7 +154,7 @@ def test_what_fault_of_says():
 def test_entries_of_more_than_32_bits():
     """Sizes and places that stand in the extra field, in each of its forms."""
     body = b"content"
-    head = archive._LOCAL.pack(b"PK\x03\x04", 45, 0, 0, 0, 0, 0, 0, 0, 3, 4) + b"a/b" + bytes(4)
+    head = stock_archive._LOCAL.pack(b"PK\x03\x04", 45, 0, 0, 0, 0, 0, 0, 0, 3, 4) + b"a/b" + bytes(4)
     wide = 0xFFFFFFFF
     for packed, unpacked, local, values in (
         (7, 7, 0, ()),
@@ -166,11 +166,11 @@ def test_entries_of_more_than_32_bits():
         extra = b"\x99\x00\x02\x00zz" + b"\x01\x00" + (8 * len(values)).to_bytes(2, "little")
         extra += b"".join(value.to_bytes(8, "little") for value in values)
         for crc, good in ((zlib.crc32(body), True), (zlib.crc32(b"other"), False)):
-            entry = archive._ENTRY.pack(
+            entry = stock_archive._ENTRY.pack(
                 b"PK\x01\x02", 45, 45, 0, 0, 0, 0, crc, packed, unpacked, 3, len(extra), 0, 0, 0, 0, local
             )
             directory = entry + b"a/b" + extra
-            end = archive._END.pack(b"PK\x05\x06", 0, 0, 1, 1, len(directory), len(head + body), 0)
+            end = stock_archive._END.pack(b"PK\x05\x06", 0, 0, 1, 1, len(directory), len(head + body), 0)
             fault = fault_of(memoryview(head + body + directory + end))
             assert (fault is None) == good, fault
             assert good or "CRC-32 of 'b'" in fault

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_s3 import CorruptCheckpointError, S3StorageReader
-from dcp_s3._checkpoint.load_coverage import missing
+from dcp_s3._checkpoint.load.load_coverage import missing
 from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, failure_of, load, reader
 from tests.support.ranks import run_ranks_ok

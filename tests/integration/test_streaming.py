@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._transfer.dataplane import data_plane
+from dcp_s3._transfer.s3.planes import data_plane
 from tests.fault.server import FaultServerProcess, peak_in_flight
 from tests.integration.conftest import bucket_on
 from tests.integration.support import assert_same, bits, blank, failure_of, load, reader, wait_until, writer
@@ -265,7 +265,9 @@ def test_a_load_lets_go_of_its_destination(faults):
 
 
 def test_two_saves_share_one_budget(faults):
-    """Two saves at once, of tensors that have to be copied, stay under the one limit of their process."""
+    """Two saves at once, of tensors that have to be copied, share the one limit of their process: a save whose open part waits
+    beside another that holds all the rest goes on with that part.
+    """
     bucket = bucket_on(faults)
     settings = {"memory_bytes": 48 * MIB, "part_bytes": PART}
     plane = data_plane(bucket.endpoint.config(**settings))
@@ -278,7 +280,7 @@ def test_two_saves_share_one_budget(faults):
         ]
         for save in saves:
             save.result(60)
-    assert 32 * MIB < plane.budget.peak <= 48 * MIB
+    assert 32 * MIB < plane.budget.peak <= 48 * MIB + 2 * PART
     assert plane.budget.held == 0
     for n, state in enumerate(states):
         assert_same(load(bucket, f"s{n}", blank(state)), state)

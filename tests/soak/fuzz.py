@@ -17,9 +17,9 @@ import hypothesis
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
-from dcp_s3._checkpoint import metadata, standin
-from dcp_s3._checkpoint.archive import check_archive, load_record
-from dcp_s3._checkpoint.manifest import Manifest
+from dcp_s3._checkpoint.archive.stock_archive import check_archive, load_record
+from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.pickles import metadata, standin
 
 CORPUS = Path(__file__).parents[1] / "fault" / "corpus"
 LARGEST_MIB = 64

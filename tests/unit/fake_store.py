@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import AccessDeniedError, StorageError
-from dcp_s3._checkpoint.layout import CheckpointUrl, manifest_name
-from dcp_s3._checkpoint.manifest import Manifest, ObjectEntry
-from dcp_s3._checkpoint.metadata import dumps
+from dcp_s3._checkpoint.format.layout import CheckpointUrl, manifest_name
+from dcp_s3._checkpoint.format.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.pickles.metadata import dumps
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.store import Fetched, ObjectInfo, UploadInfo
+from dcp_s3._transfer.s3.control_store import Fetched, ObjectInfo, UploadInfo
 from tests.unit.records import make_metadata
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)

@@ -12,7 +12,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from benchmarks.server import Pace, Target, sink
+from benchmarks.server import CpuThrottle, Target, sink
 from tests.conftest import or_missing
 
 BUCKET = "bench"
@@ -88,11 +88,11 @@ def test_conditions(s3) -> None:
 
 def test_pace_and_log(server: Target, s3) -> None:
     """It can be slowed down, and tells what it was asked."""
-    server.set_pace(Pace(latency_ms=60))
+    server.set_pace(CpuThrottle(latency_ms=60))
     try:
         started = time.monotonic()
         s3.put_object(Bucket=BUCKET, Key="p", Body=b"x")
         assert time.monotonic() - started >= 0.06
     finally:
-        server.set_pace(Pace())
+        server.set_pace(CpuThrottle())
     assert [(line["method"], line["status"]) for line in server.log()] == [("PUT", 200)]

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
-from dcp_s3._checkpoint.archive import load_record
-from dcp_s3._checkpoint.calls import check_object_program
+from dcp_s3._checkpoint.archive.stock_archive import load_record
+from dcp_s3._checkpoint.pickles.calls import check_object_program
 
 N = 1 << 30
 

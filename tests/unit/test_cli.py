@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 
 import dcp_s3
 from dcp_s3 import StorageUnavailableError
-from dcp_s3._checkpoint import tools
-from dcp_s3._checkpoint.layout import CheckpointUrl
+from dcp_s3._checkpoint.care import maintenance
+from dcp_s3._checkpoint.format.layout import CheckpointUrl
 from dcp_s3.cli.commands import app
 from dcp_s3.config import S3Config
 from tests.unit.fake_store import DAY, FakeStore, denied, flip, save, stock
@@ -32,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch, configs: list[S3Config]) -> FakeStore
     save(fake, RUN.child("step-10"))
     save(fake, RUN.child("step-9"))
     fake.now += 2 * DAY
-    monkeypatch.setattr(tools, "ControlStore", lambda config, bucket: (configs.append(config), fake)[1])
+    monkeypatch.setattr(maintenance, "ControlStore", lambda config, bucket: (configs.append(config), fake)[1])
     return fake
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,14 @@ def test_every_setting_is_documented() -> None:
     section = (ROOT / "README.md").read_text().split("## Configuration")[1].split("\n## ")[0]
     for field in dataclasses.fields(S3Config):
         assert f"`{field.name}" in section, f"{field.name} is not documented"
+
+
+def test_the_package_index_shows_no_broken_link() -> None:
+    """The README of a built package has no link into the repository, which is not there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    text = (ROOT / "README.md").read_text()
+    assert LINK.search(text)
+    for substitution in settings["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    assert not LINK.search(text)
+    assert "docs/architecture.md" in text

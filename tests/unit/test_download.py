@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -11,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError, DeadlineExceededError, S3Config, StorageError
-from dcp_s3._transfer.budget import ByteBudget
-from dcp_s3._transfer.dataplane import Job, check_same
 from dcp_s3._transfer.download import Downloader, RangeRead
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.receive import Sink
-from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.http.sink import Sink
+from dcp_s3._transfer.job import Job
+from dcp_s3._transfer.limits.budget import ByteBudget
+from dcp_s3._transfer.limits.retry import Counter, Deadline
+from dcp_s3._transfer.s3.data_plane import check_same
 
 BODY = bytes(n * 31 % 251 for n in range(5000))
 
@@ -147,6 +151,22 @@ def test_again():
     assert (store.budget.held, store.budget.peak) == (0, 50)
 
 
+def test_a_caller_that_gives_up_on_a_read():
+    """Also the memory of what it has just asked for again goes back, once."""
+    store = Store()
+    loading = downloader(store)
+
+    def give_up() -> None:
+        for done in loading.run([read(5, 10, bytearray(10), scratch=50), read(6, 10, bytearray(10), scratch=60)]):
+            loading.again(done)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        give_up()
+    gc.collect()
+    assert (store.budget.held, store.running) == (0, 0)
+
+
 def test_the_bounds_of_time():
     """A read that never ends is given up at the stall limit or the deadline, whichever is first."""
     for deadline_s, text in ((20.0, "stall_limit_s"), (0.1, "deadline of 0.1 s")):
@@ -184,3 +204,103 @@ def test_two_objects_under_one_key():
         list(downloader(store).run([read(n, 10, bytearray(10)) for n in (0, 7, 14)]))
     assert (caught.value.key, caught.value.bucket, caught.value.rank) == ("k", "b", 1)
     check_same('"a"', "a")
+
+
+def test_later_ranges_name_what_was_read():
+    """A range that sets out when its object's ETag is known asks for that very object; those of another one do not."""
+    asked: list[tuple[str, str | None]] = []
+
+    class Noting(Store):
+        async def get_range(self, job: Job, key: str, start: int, sink: Sink, **options: Any) -> str:
+            asked.append((key, options["etag"]))
+            await super().get_range(job, key, start, sink, **options)
+            return f'"of {key}"'
+
+    store = Noting(concurrency=1)
+    keys = ["a", "a", "a", "b", "b", "b"]
+    reads: list[RangeRead[int]] = [
+        RangeRead(key, n, 10, scratch=0, pieces=lambda: [memoryview(bytearray(10))], about=n)
+        for n, key in enumerate(keys)
+    ]
+    assert len(list(downloader(store).run(reads))) == 6
+    assert [key for key, _ in asked] == keys
+    assert asked[0] == ("a", None)
+    assert asked[2] == ("a", '"of a"')
+    assert asked[5] == ("b", '"of b"')
+    assert set(asked) <= {(key, etag) for key in "ab" for etag in (None, f'"of {key}"')}
+
+
+def test_when_the_objects_were_modified():
+    """The store's answers are kept by key, for whoever compares them with the record's time."""
+    when = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+    class Dated(Store):
+        async def get_range(self, job: Job, key: str, start: int, sink: Sink, **options: Any) -> str:
+            options["modified"][key] = when
+            return await super().get_range(job, key, start, sink, **options)
+
+    loading = downloader(Dated())
+    assert len(list(loading.run([read(5, 10, bytearray(10))]))) == 1
+    assert loading.modified == {"k": when}
+
+
+def test_memory_is_let_go_with_its_read():
+    """Whoever keeps the context of a request (a connection does) keeps none of the bytes that it brought."""
+    sinks: list[Sink] = []
+
+    class Keeping(Store):
+        async def get_range(self, job: Job, key: str, start: int, sink: Sink, **options: Any) -> str:
+            sinks.append(sink)
+            return await super().get_range(job, key, start, sink, **options)
+
+    class Owner(bytearray):
+        """Memory that can be referred to weakly."""
+
+    owner = Owner(10)
+    alive = weakref.ref(owner)
+    reads = [read(5, 10, owner)]
+    (done,) = downloader(Keeping()).run(reads)
+    assert bytes(owner) == BODY[5:15]
+    del owner, done, reads
+    gc.collect()
+    assert len(sinks) == 1
+    assert alive() is None
+
+
+def test_the_time_that_the_caller_takes_is_no_stall():
+    """A planner that works on a read for longer than the stall limit is not taken for a store that is stuck."""
+    store = Store(concurrency=1)
+    loading = downloader(store)
+    reads = [read(start, 10, bytearray(10), scratch=6000) for start in (0, 7)]  # one after the other
+    seen = 0
+    for _ in loading.run(reads):
+        seen += 1
+        loading._job.progress.last = time.monotonic() - 100
+    assert seen == 2
+    assert time.monotonic() - loading._job.progress.last < 50
+
+
+def test_a_read_that_takes_long():
+    """It is waited for, and nothing else is yielded meanwhile."""
+
+    class Slow(Store):
+        async def get_range(self, *args: Any, **options: Any) -> str:
+            await asyncio.sleep(0.7)
+            return await super().get_range(*args, **options)
+
+    store = Slow()
+    store.config = S3Config()
+    only = read(5, 10, bytearray(10))
+    assert list(downloader(store).run([only])) == [only]
+
+
+def test_memory_that_others_hold():
+    """A load goes on beside what others have taken: one read at a time of those that need memory, all of those that do not."""
+    store = Store(limit=1000)
+    store.budget.acquire_over("others", 1500)
+    held = [store.budget.held for _ in downloader(store).run(read(7, 10, bytearray(10), scratch=600) for _ in range(3))]
+    assert held == [2100] * 3
+    assert store.most == 1
+    assert len(list(downloader(store).run([read(6, 10, bytearray(10)) for _ in range(3)]))) == 3
+    assert store.most == 3
+    assert store.budget.held == 1500

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import ConfigError, CorruptCheckpointError
-from dcp_s3._checkpoint import layout
-from dcp_s3._checkpoint.layout import CheckpointUrl, check_relative, join_id, owner_of, parse_url
+from dcp_s3._checkpoint.format import layout
+from dcp_s3._checkpoint.format.layout import CheckpointUrl, check_relative, join_id, owner_of, parse_url
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint.manifest import FORMAT, Manifest, ObjectEntry
+from dcp_s3._checkpoint.format.manifest import FORMAT, Manifest, ObjectEntry
 
 RECORD = b"the record"
 KEY = "data/0123456789abcdef/__0_0.distcp"

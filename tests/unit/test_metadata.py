@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, StorageMeta
 
 from dcp_s3 import ConfigError, CorruptCheckpointError
-from dcp_s3._checkpoint.collector import gc_paused
-from dcp_s3._checkpoint.metadata import dumps, loads
+from dcp_s3._checkpoint.pickles.metadata import dumps, loads
+from dcp_s3._runtime.gc_pause import gc_paused
 from tests.unit.records import PATH, make_metadata, name, program
 
 METADATA = "torch.distributed.checkpoint.metadata"

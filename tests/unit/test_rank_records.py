@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from dcp_s3 import CheckpointNotFoundError, S3Config, S3StorageReader
-from dcp_s3._checkpoint import tools
-from dcp_s3._checkpoint.inventory import read_records
-from dcp_s3._checkpoint.layout import CheckpointUrl, record_rank
-from dcp_s3._checkpoint.ranks import check_of_newest_save, newest_save
-from dcp_s3._checkpoint.verify import verify_checkpoint
+from dcp_s3._checkpoint.care import maintenance
+from dcp_s3._checkpoint.care.inventory import read_records
+from dcp_s3._checkpoint.care.ranks import check_of_newest_save, newest_save
+from dcp_s3._checkpoint.care.verify import verify_checkpoint
+from dcp_s3._checkpoint.format.layout import CheckpointUrl, record_rank
 from tests.unit.fake_store import FakeStore, save
 
 RUN = CheckpointUrl("ckpt", "run")
@@ -23,7 +23,7 @@ SECOND = dt.timedelta(seconds=1)
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     """An empty bucket that the tools look into."""
     fake = FakeStore()
-    monkeypatch.setattr(tools, "_open", lambda url, config: fake)
+    monkeypatch.setattr(maintenance, "_open", lambda url, config: fake)
     return fake
 
 
@@ -40,7 +40,7 @@ def save_ranks(store: FakeStore, ranks: list[int], world_size: int, *, step: int
 
 def looked_at(store: FakeStore) -> tuple[str, bool]:
     """What `ls` and `verify` say."""
-    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    (info,) = maintenance.list_checkpoints("s3://ckpt/run")
     report = verify_checkpoint(store, RUN, deep=False)
     assert info.state.startswith("corrupt") == (not report.ok)
     return info.state, report.ok
@@ -62,7 +62,7 @@ def test_what_an_older_and_larger_world_left(store: FakeStore) -> None:
     """Two ranks save where four did: theirs are the checkpoint, the other two count for nothing, and `verify` says so."""
     save_ranks(store, [0, 1, 2, 3], 4)
     save_ranks(store, [0, 1], 2, step=2)
-    (info,) = tools.list_checkpoints("s3://ckpt/run")
+    (info,) = maintenance.list_checkpoints("s3://ckpt/run")
     assert info.records == ("__0.metadata", "__1.metadata")
     assert info.objects == 2
     report = verify_checkpoint(store, RUN, deep=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from dcp_s3 import AccessDeniedError, ConfigError, DeadlineExceededError, RetryPolicy, StorageError
-from dcp_s3._transfer import retry
-from dcp_s3._transfer.retry import AS_POLICY, NEVER, Counter, Deadline, backoff_s, mark, unavailable
+from dcp_s3._transfer.limits import retry
+from dcp_s3._transfer.limits.retry import AS_POLICY, NEVER, Counter, Deadline, backoff_s, mark, unavailable
 
 POLICY = RetryPolicy(max_attempts=5, initial_wait_s=0.001, max_wait_s=0.002)
 
@@ -217,7 +217,7 @@ def test_once_repeats_only_what_was_refused():
 def test_a_word_after_the_first_failure(how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """One WARNING for each operation, at once, however many of its requests fail and how often; after a minute one more."""
     monkeypatch.setattr(retry, "_warned", {})
-    caplog.set_level(logging.WARNING, logger="dcp_s3._transfer.retry")
+    caplog.set_level(logging.WARNING, logger="dcp_s3._transfer.limits.retry")
 
     def failing(operation: str, times: int) -> Failing:
         return Failing(*(unavailable(f"{n}").with_context(operation=operation, key="k") for n in range(times)))

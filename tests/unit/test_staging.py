@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import gc
 import io
+import multiprocessing
 import pickle
-import re
 import threading
 import time
 from pathlib import Path
@@ -17,22 +18,25 @@ import torch
 
 from dcp_s3 import staging
 from dcp_s3._staging import buffers
-from dcp_s3._staging.crossing import FAILURE_KEY
+from dcp_s3._staging.handoff import FAILURE_KEY
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.staging import Stager, StagingFailed, lease_of, stager_for
-from tests.support.staging import close_stagers
-
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:dcp_s3-staging", re.MULTILINE)
+from tests.support.staging import await_background, close_stagers
+from tests.unit.test_interrupts import at_each_place
 
 
 def mapped_blocks():
-    """Bytes of each mapping of a staging block in this process, by its start and inode."""
-    maps = Path("/proc/self/maps").read_text()
-    return {(start, int(inode)): int(end, 16) - int(start, 16) for start, end, inode in _MAPPING.findall(maps)}
+    """Bytes of each mapping of a staging block in this process, by its start."""
+    return {region.address: region.size for region in buffers._regions}
+
+
+def kept_blocks():
+    """Names of the staging blocks that are this process's own."""
+    return {block.token for block in buffers._owned}
 
 
 def open_blocks():
-    """Inodes of the staging blocks that this process holds a descriptor of."""
+    """Inodes of the shared staging blocks that this process holds a descriptor of."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
@@ -52,16 +56,14 @@ def no_block_is_left():
     """Whatever a test did, no block outlives its tensors and its stager, and that without the cyclic collector."""
     yield
     assert not mapped_blocks()
+    assert not kept_blocks()
     assert not open_blocks()
     assert not buffers._leases
 
 
 def block_of(staged):
-    """The block that the first tensor of a staged state dict lies in, by its inode: no other ever has the same."""
-    address = next(value for value in staged.values() if isinstance(value, torch.Tensor)).data_ptr()
-    return next(
-        inode for (start, inode), size in mapped_blocks().items() if int(start, 16) <= address < int(start, 16) + size
-    )
+    """The block that the first tensor of a staged state dict lies in, by its name: no other ever has the same."""
+    return lease_of(next(value for value in staged.values() if isinstance(value, torch.Tensor))).block.token
 
 
 def release(staged):
@@ -228,14 +230,15 @@ def test_the_thread_that_copies_a_save_may_end_after_releasing():
 
 
 def test_a_block_grows_and_is_kept():
-    """A larger state dict extends the block, a smaller one uses part of it: there is one file all the while, and all values hold."""
+    """A larger state dict extends the block, a smaller one uses part of it: there is one all the while, and all values hold."""
     stager = Stager(wait_s=0)
     files = set()
     for count in (10, 3_000_000, 5, 4_000_000, 4_000_000):
         staged = stager.stage({f"t{i}": torch.full((count,), float(i)) for i in range(3)})
         assert [value[count - 1].item() for value in staged.values()] == [0.0, 1.0, 2.0]
-        files.update(open_blocks())
-        assert len(open_blocks()) == 1
+        files.update(kept_blocks())
+        assert len(kept_blocks()) == len(mapped_blocks()) == 1
+        assert not open_blocks()
         del staged
     assert len(files) == 1
 
@@ -259,17 +262,22 @@ def test_memory_is_flat_over_saves():
     del staged
 
 
-def test_buffers_are_per_key():
-    """The same key gives the same stager; another key, number of buffers or mode gives another; zero buffers are refused."""
-    one = stager_for(("config", 1), buffers=1, async_staging=False)
-    assert stager_for(("config", 1), buffers=1, async_staging=False) is one
-    others = [
-        stager_for(("config", 2), buffers=1, async_staging=False),
-        stager_for(("config", 1), buffers=2, async_staging=False),
-        stager_for(("config", 1), buffers=1, async_staging=True),
-    ]
-    assert one not in others
-    assert len(set(others)) == 3
+def test_one_pool_for_all():
+    """Stagers differ by the number of buffers and mode alone, and share their memory; zero buffers are refused."""
+    kinds = [(1, False), (2, False), (1, True)]
+    stagers = [stager_for(buffers=buffers, async_staging=in_thread) for buffers, in_thread in kinds]
+    assert stagers == [stager_for(buffers=buffers, async_staging=in_thread) for buffers, in_thread in kinds]
+    assert len(set(stagers)) == 3
+    seen = set()
+    for _ in range(3):
+        for stager in stagers[:2]:
+            staged = stager.stage({"t": torch.ones(10)})
+            seen.add(block_of(staged))
+            release(staged)
+            del staged
+    assert len(seen) == 1
+    assert len(kept_blocks()) == 1
+    stagers[0].close()
     with pytest.raises(ValueError, match="at least 1"):
         Stager(buffers=0)
 
@@ -300,7 +308,116 @@ def test_close_gives_the_memory_back_and_the_stager_goes_on():
     assert again["t"].tolist() == [2.0] * 10
     del staged, again
     stager.close()
+    assert not kept_blocks()
+
+
+@pytest.mark.parametrize("attempts", [3])
+def test_an_interrupt_at_any_place(attempts):
+    """Whatever place: the next staging neither waits nor has wrong values, and one block is kept in the end, with one lease."""
+    stager = Stager(wait_s=30)
+    state = {"t": torch.full((1000,), 1.0), "nested": [torch.ones(3), {"n": 3}]}
+    kept = collections.deque(maxlen=1)  # as sys.last_exc does
+
+    def work(over):
+        try:
+            staged = stager.stage(state)
+        except BaseException as error:
+            over()
+            kept.append(error)
+            raise
+        over()
+        assert staged["t"].tolist() == [1.0] * 1000
+        del staged
+        started = time.monotonic()
+        again = stager.stage({"t": torch.full((1000,), 2.0)})
+        assert time.monotonic() - started < 5
+        assert again["t"].tolist() == [2.0] * 1000
+
+    assert at_each_place(work, step=attempts) > 100
+    kept.clear()
+    gc.collect()
+    release(stager.stage(state))
+    staged = stager.stage(state)
+    assert len(kept_blocks()) == 1
+    del staged
+
+
+# --------------------------------------------------------------------------------------------------- private and shared
+
+
+def test_memory_is_private_until_it_crosses():
+    """No descriptor is open before a state dict crosses; then it lies in shared memory, as do all later ones, in one block."""
+    stager = Stager(wait_s=10)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    before = block_of(stager.stage({"t": torch.ones(1000)}))
     assert not open_blocks()
+    seen = []
+    for turn in range(3):
+        staged = stager.stage({"t": torch.full((1000,), float(turn)), "n": turn})
+        ours.send(staged)
+        assert len(open_blocks()) == 1
+        del staged
+        received = theirs.recv()
+        assert received["t"].tolist() == [float(turn)] * 1000
+        assert received["n"] == turn
+        release(received)
+        del received
+        seen.append(kept_blocks())
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 1
+    assert before not in seen[0]
+    buffers._received.clear()
+
+
+def test_what_crossed_is_not_written_to_before_it_is_handed_back():
+    """A crossing moves the hand-back to the receiver: while that reads, neither the sender's tensors nor theirs change."""
+    stager = Stager(wait_s=0.05)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    staged = stager.stage({"t": torch.full((1000,), 1.0)})
+    ours.send(staged)
+    received = theirs.recv()
+    second = stager.stage({"t": torch.full((1000,), 2.0)})
+    assert received["t"].tolist() == staged["t"].tolist() == [1.0] * 1000
+    del staged
+    third = stager.stage({"t": torch.full((1000,), 3.0)})
+    assert received["t"].tolist() == [1.0] * 1000
+    assert (second["t"][0], third["t"][0]) == (2.0, 3.0)
+    del received
+    buffers._received.clear()
+
+
+def test_further_shared_blocks_are_made_in_the_background():
+    """With two buffers the second shared block is there some time after the first crossing, and is what the next staging takes."""
+    stager = Stager(buffers=2, wait_s=0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    ours.send(stager.stage({"t": torch.ones(1000)}))
+    received = theirs.recv()
+    await_background()
+    made = kept_blocks()
+    staged = stager.stage({"t": torch.ones(1000)})
+    assert block_of(staged) in made
+    assert received["t"].sum() == 1000
+    del received, staged
+    buffers._received.clear()
+
+
+def test_no_shared_memory_fails_the_save_that_crosses(monkeypatch):
+    """A crossing for which there is no memory arrives as a failed staging; the next one crosses."""
+    stager = Stager(wait_s=0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers.os, "pwrite", full)
+        ours.send(stager.stage({"t": torch.ones(10)}))
+        assert "No space left" in failure(theirs.recv())
+    ours.send(stager.stage({"t": torch.ones(10)}))
+    received = theirs.recv()
+    assert received["t"].sum() == 10
+    del received
+    buffers._received.clear()
 
 
 # ------------------------------------------------------------------------------------------------------- its failures
@@ -351,11 +468,11 @@ def test_no_memory_fails_the_save_and_not_the_next(monkeypatch):
     """When the system has no memory for a block the save fails with its error; once there is some, staging works again."""
     stager = Stager(wait_s=0)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffers.os, "posix_fallocate", full)
+        patch.setattr(buffers.mmap, "mmap", full)
         assert "No space left" in failure(stager.stage({"t": torch.ones(10)}))
     assert stager.stage({"t": torch.ones(10)})["t"].sum() == 10
 

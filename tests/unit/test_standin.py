@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint.metadata import dumps, loads
-from dcp_s3._checkpoint.standin import Entry, read_record
+from dcp_s3._checkpoint.pickles.metadata import dumps, loads
+from dcp_s3._checkpoint.pickles.standin import Entry, read_record
 from tests.unit.records import PATH, WRITE_ID, make_metadata, name, program
 from tests.unit.test_metadata import DTYPES, SOURCE, broken
 
@@ -105,7 +105,7 @@ def test_torch_is_not_imported() -> None:
     """Reading a record in a fresh process leaves torch out."""
     code = (
         "import sys\n"
-        "from dcp_s3._checkpoint.standin import read_record\n"
+        "from dcp_s3._checkpoint.pickles.standin import read_record\n"
         "summary = read_record(sys.stdin.buffer.read(), source='s')\n"
         "assert summary.tensor_bytes == 256, summary\n"
         "assert 'torch' not in sys.modules\n"

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint import instructions
-from dcp_s3._checkpoint.program import Program
-from dcp_s3._checkpoint.strict_pickle import Sealed, gate, load
+from dcp_s3._checkpoint.pickles import instructions
+from dcp_s3._checkpoint.pickles.program import Program
+from dcp_s3._checkpoint.pickles.strict_pickle import Sealed, gate, load
 from tests.unit.records import name, program
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import AccessDeniedError, DeadlineExceededError, RetryPolicy, S3Config, StorageError
-from dcp_s3._transfer.budget import ByteBudget
+from dcp_s3._runtime.loop_thread import loop_thread
 from dcp_s3._transfer.checksum import crc32c
-from dcp_s3._transfer.dataplane import Head, Job
-from dcp_s3._transfer.payload import Progress
-from dcp_s3._transfer.portal import portal
-from dcp_s3._transfer.retry import Counter, Deadline
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.job import Head, Job
+from dcp_s3._transfer.limits.budget import ByteBudget
+from dcp_s3._transfer.limits.retry import Counter, Deadline
 from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ class Store:
 
     def hold(self, *, open_again: bool = False) -> None:
         """Have parts wait, or go on."""
-        portal().loop.call_soon_threadsafe(self.open.set if open_again else self.open.clear)
+        loop_thread().loop.call_soon_threadsafe(self.open.set if open_again else self.open.clear)
 
 
 def upload_to(store: Store, *, part_bytes: int, deadline_s: float = 20, **options: Any) -> ObjectUpload:
@@ -242,6 +242,9 @@ def test_the_stall_limit_that_nobody_set():
     store.hold()
     upload = upload_to(store, part_bytes=10)
     upload.append(memoryview(bytes(10)))
+    end = time.monotonic() + 10
+    while store.calls != ["create"] and time.monotonic() < end:
+        time.sleep(0.001)
     upload._job.progress.last = time.monotonic() - 100
     upload._check()
     upload._job.progress.last = time.monotonic() - 120.1

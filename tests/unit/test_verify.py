@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dcp_s3 import AccessDeniedError, CheckpointNotFoundError, CheckpointReplacedError
-from dcp_s3._checkpoint import verify as verify_module
-from dcp_s3._checkpoint.layout import CheckpointUrl
-from dcp_s3._checkpoint.verify import verify_checkpoint
+from dcp_s3._checkpoint.care import verify as verify_module
+from dcp_s3._checkpoint.care.verify import verify_checkpoint
+from dcp_s3._checkpoint.format.layout import CheckpointUrl
 from tests.unit.fake_store import FakeStore, denied, flip, save, stock
 
 RUN = CheckpointUrl("ckpt", "run")

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint import tools
-from dcp_s3._checkpoint.layout import CheckpointUrl
-from dcp_s3._checkpoint.metadata import dumps
-from dcp_s3._checkpoint.standin import read_record
-from dcp_s3._checkpoint.verify import verify_checkpoint
+from dcp_s3._checkpoint.care import maintenance
+from dcp_s3._checkpoint.care.verify import verify_checkpoint
+from dcp_s3._checkpoint.format.layout import CheckpointUrl
+from dcp_s3._checkpoint.pickles.metadata import dumps
+from dcp_s3._checkpoint.pickles.standin import read_record
 from tests.unit.fake_store import FakeStore, save, stock
 from tests.unit.records import make_metadata
 
@@ -78,8 +78,8 @@ def test_a_tensor_that_is_not_whole(
     assert not report.ok
     assert any(FAULTS[fault] in problem for problem in report.problems)
     if write is stock:
-        monkeypatch.setattr(tools, "_open", lambda url, config: store)
-        (info,) = tools.list_checkpoints("s3://ckpt/run")
+        monkeypatch.setattr(maintenance, "_open", lambda url, config: store)
+        (info,) = maintenance.list_checkpoints("s3://ckpt/run")
         assert info.state.startswith(f"corrupt: .metadata: {FAULTS[fault]}")
 
 

@@ -1,0 +1,1 @@
+"""Looking at checkpoints, verifying, and removing what is left over. No torch."""

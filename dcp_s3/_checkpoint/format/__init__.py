@@ -1,0 +1,1 @@
+"""What a checkpoint looks like in the bucket. No torch."""

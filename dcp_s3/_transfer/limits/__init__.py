@@ -1,0 +1,1 @@
+"""What bounds a request in time, bytes, tries and CPU."""
