@@ -142,13 +142,13 @@ def test_reserving_waits_for_parts_that_are_on_their_way():
     store = Store(limit=1000)
     upload = upload_to(store, part_bytes=400)
     store.hold()
-    upload.reserve(800)
-    upload.append(memoryview(bytes(800)), copied=True)
+    upload.reserve(900)
+    upload.append(memoryview(bytes(900)), copied=True)  # two parts, and 100 bytes of the next one
     reserved = threading.Event()
     waiting = threading.Thread(target=lambda: (upload.reserve(600), reserved.set()))
     waiting.start()
     assert not reserved.wait(0.3)
-    assert store.budget.held == 800
+    assert store.budget.held == 900
     store.hold(open_again=True)
     assert reserved.wait(5)
     waiting.join()
