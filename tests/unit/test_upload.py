@@ -14,9 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_s3 import AccessDeniedError, DeadlineExceededError, RetryPolicy, S3Config, StorageError
+from dcp_s3 import (
+    AccessDeniedError,
+    DeadlineExceededError,
+    RetryPolicy,
+    S3Config,
+    StorageError,
+    StorageUnavailableError,
+)
 from dcp_s3._runtime.loop_thread import loop_thread
-from dcp_s3._transfer.checksum import crc32c
+from dcp_s3._transfer import upload as module
+from dcp_s3._transfer.checksum import crc32c, header_value
 from dcp_s3._transfer.http.payload import Progress
 from dcp_s3._transfer.job import Head, Job
 from dcp_s3._transfer.limits.budget import ByteBudget
@@ -252,3 +260,81 @@ def test_the_stall_limit_that_nobody_set():
         upload.finish()
     assert (stalled.value.key, stalled.value.operation) == ("k", "UploadPart")
     assert store.calls == ["create", "abort"]
+
+
+def test_a_head_that_is_denied_behind_complete():
+    """It is the failure if Complete was answered with success; else Complete's own is, and a denied HEAD says nothing."""
+    store = Store()
+
+    async def denied(job: Job, key: str) -> Head:
+        raise AccessDeniedError("HEAD is denied")
+
+    store.head_object = denied  # type: ignore[method-assign]
+    upload = upload_to(store, part_bytes=10)
+    upload.append(memoryview(bytes(20)))
+    with pytest.raises(AccessDeniedError, match="HEAD is denied"):
+        upload.finish()
+    assert store.calls.count("complete") == 1
+
+    async def refuse(*_: object) -> None:
+        raise StorageError("Complete is refused")
+
+    store.complete_upload = refuse  # type: ignore[method-assign]
+    upload = upload_to(store, part_bytes=10)
+    upload.append(memoryview(bytes(20)))
+    with pytest.raises(StorageError, match="Complete is refused"):
+        upload.finish()
+
+
+def test_completes_that_follow_each_other(monkeypatch: pytest.MonkeyPatch):
+    """Behind a Complete that failed there is a wait, as behind any request, and the log line of the save counts it."""
+    monkeypatch.setattr(module, "backoff_s", lambda policy, attempt: 0.1 * attempt)
+    store = Store()
+    good, sent = store.complete_upload, []
+
+    async def complete(job: Job, key: str, upload_id: str, entries: list[dict[str, Any]]) -> None:
+        sent.append(time.monotonic())
+        if len(sent) == 1:
+            raise StorageUnavailableError("come back later")
+        await good(job, key, upload_id, entries)
+
+    store.complete_upload = complete  # type: ignore[method-assign]
+    upload = upload_to(store, part_bytes=10)
+    upload.append(memoryview(bytes(20)))
+    upload.finish()
+    assert sent[1] - sent[0] >= 0.09
+    assert upload._job.counter.retries == 1
+
+
+@pytest.mark.parametrize(
+    "seen, age_s, ours",
+    [
+        ("of parts", None, True),
+        ("of all", None, True),
+        ("other", 0.0, False),
+        (None, 0.0, True),
+        (None, 3600.0, False),
+        (None, None, False),
+    ],
+)
+def test_what_proves_an_object_without_a_token(seen: str | None, age_s: float | None, *, ours: bool):
+    """Behind a Complete that nobody heard of: the store's checksum in either form; where it has none, the object's age."""
+    body = bytes(range(25))
+    composite = crc32c(b"".join(crc32c(body[i : i + 10]).to_bytes(4, "big") for i in (0, 10, 20)))
+    checksums = {"of parts": header_value(composite) + "-3", "of all": header_value(crc32c(body)), "other": "AAAAAA=="}
+    store = Store()
+
+    async def unheard(*_: object) -> None:
+        raise StorageUnavailableError("the answer was lost")
+
+    async def head(job: Job, key: str, *, checksum: bool = False) -> Head:
+        return Head(25, '"opaque"', None, age_s, checksums[seen] if checksum and seen is not None else None)
+
+    store.complete_upload, store.head_object = unheard, head  # type: ignore[method-assign]
+    upload = upload_to(store, part_bytes=10)
+    upload.append(memoryview(body))
+    if ours:
+        assert upload.finish().etag == '"opaque"'
+    else:
+        with pytest.raises(StorageError, match="neither token, ETag, checksum nor time"):
+            upload.finish()

@@ -238,6 +238,22 @@ def test_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert upload._works == {}
 
 
+def test_an_upload_that_never_began(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Interrupted just before its Create, there is nothing to abort at the store, and nothing to warn of."""
+    store = Store()
+    upload = upload_to(store, part_bytes=10)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(upload, "_begin", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        upload.append(memoryview(bytes(10)))
+    upload.abort()
+    assert upload._created.done()
+    assert (store.calls, caplog.records) == ([], [])
+
+
 def test_an_error_that_is_kept():
     """It keeps none of the memory that was to be sent: a staged state dict is not held by the report of its failure."""
     store = Store()
