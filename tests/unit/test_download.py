@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import gc
 import time
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError, DeadlineExceededError, S3Config, StorageError
+from dcp_s3._runtime.loop_thread import loop_thread
+from dcp_s3._transfer import download as module
 from dcp_s3._transfer.download import Downloader, RangeRead
 from dcp_s3._transfer.http.payload import Progress
 from dcp_s3._transfer.http.sink import Sink
@@ -304,3 +307,62 @@ def test_memory_that_others_hold():
     assert len(list(downloader(store).run([read(6, 10, bytearray(10)) for _ in range(3)]))) == 3
     assert store.most == 3
     assert store.budget.held == 1500
+
+
+def test_what_was_to_be_read_again_when_it_was_closed():
+    """It is forgotten: the next run has its own reads alone."""
+    loading = downloader(Store())
+    running = loading.run([read(0, 10, bytearray(10))])
+    loading.again(next(running))
+    running.close()
+    other = read(7, 10, bytearray(10))
+    assert list(loading.run([other])) == [other]
+
+
+def test_a_request_that_does_not_end_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It is not waited for longer than close() may take, that is told, and what it holds comes back when it ends."""
+    monkeypatch.setattr(module, "_CLOSE_S", 0.05)
+    store = Store()
+    gate = asyncio.Event()
+
+    async def stubborn(*_: Any, **__: Any) -> str:
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await gate.wait()
+        return '"1"'
+
+    reads = [read(0, 10, bytearray(10), scratch=100), read(10, 10, bytearray(10), scratch=30)]
+    loading = downloader(store)
+    assert len(list(loading.run([read(0, 10, bytearray(10))]))) == 1
+    assert not caplog.records
+    store.get_range = stubborn  # type: ignore[method-assign]
+    loading._fits(reads[0])
+    loading._start(reads[0])
+    loading._fits(reads[1])
+    loading._start(reads[1])
+    loading.close()
+    assert "2 requests of a load that has ended do not end" in caplog.text
+    assert store.budget.held == 130
+    loop_thread().loop.call_soon_threadsafe(gate.set)
+    end = time.monotonic() + 10
+    while store.budget.held:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert (loading._live, reads[0].pieces, reads[1].pieces) == ({}, (), ())
+
+
+def test_a_load_that_waits_is_idle():
+    """The thread that waits for the store takes next to no CPU time."""
+    store = Store()
+
+    async def slow(*_: Any, **__: Any) -> str:
+        await asyncio.sleep(0.6)
+        return '"1"'
+
+    store.get_range = slow  # type: ignore[method-assign]
+    store.config = S3Config(stall_limit_s=30)
+    began = time.thread_time()
+    assert len(list(downloader(store).run([read(0, 10, bytearray(10))]))) == 1
+    assert time.thread_time() - began < 0.2
