@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -162,6 +163,38 @@ def test_a_child_forked_during_a_pause_of_a_save() -> None:
     assert exit_code_of(child) == 0
     pause.end()
     assert gc.isenabled()
+
+
+def test_a_pause_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the process ends there is no timer that could end a pause: there is none, then."""
+
+    class Closed:
+        def call_soon_threadsafe(self, *_: object) -> None:
+            raise RuntimeError("Event loop is closed")
+
+        def call_later(self, *_: object) -> None:
+            """Never comes to it."""
+
+    monkeypatch.setattr(gc_pause, "loop_thread", lambda: types.SimpleNamespace(loop=Closed()))
+    with gc_paused():
+        assert gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("during", [True, False])
+def test_a_forked_child_of_a_process_without_collector(monkeypatch: pytest.MonkeyPatch, *, during: bool) -> None:
+    """Has none either, whether or not a pause is under way, and whatever a pause before has switched on again."""
+    monkeypatch.setattr(gc_pause, "_lock", gc_pause._lock)
+    if not during:
+        with gc_paused():
+            pass
+    gc.disable()
+    try:
+        with gc_paused() if during else contextlib.nullcontext():
+            gc_pause._after_fork_in_child()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_pause_ended_by_many_at_once() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_s3._staging import handoff
 from dcp_s3._staging.handoff import FAILURE_KEY
+from dcp_s3._staging.turn import take_turn
 from dcp_s3.staging import Stager, StagingFailed, lease_of
 from tests.support.staging import close_stagers
 from tests.unit.test_staging import block_of, mapped_blocks, open_blocks, release
@@ -164,3 +166,40 @@ def test_a_state_dict_without_tensors_crosses() -> None:
     stager = Stager(wait_s=0)
     assert cross(stager.stage({"step": 7})) == {"step": 7}
     assert not mapped_blocks()
+
+
+def test_who_asks_for_the_items_is_the_save() -> None:
+    """Its turn has begun, and both turn and lease are over when its thread has ended or nobody holds the state dict."""
+    stager = Stager(wait_s=0)
+    staged = stager.stage(ones())
+    turn, lease = staged.turn, staged.lease
+    assert not turn.begun
+    thread = threading.Thread(target=staged.items)
+    thread.start()
+    thread.join()
+    assert turn.begun
+    assert turn.over()
+    assert lease.abandoned()
+    staged = stager.stage(ones())
+    turn = staged.turn
+    assert not turn.over()
+    del staged
+    assert turn.over()
+
+
+def test_the_turn_of_what_crosses() -> None:
+    """Is over for the sender when its thread is, and has nothing more to tell; the receiver's save has one of its own."""
+    staged = Stager(wait_s=0).stage(ones())
+    received = cross(staged)
+    assert (staged.turn.begun, staged.turn.settled) == (True, True)
+    assert not received.turn.begun
+    received.items()
+    assert take_turn() is received.turn
+    assert not received.turn.settled
+
+
+def test_what_does_not_arrive() -> None:
+    """The receiver has a failed staging in its place, whose save takes its turn and tells the other ranks."""
+    received: Any = handoff._receive(None, b"no pickle")
+    assert list(received) == [FAILURE_KEY]
+    assert received.turn is not None

@@ -315,3 +315,12 @@ def test_which_chunk_an_index_names() -> None:
             assert chunk_at(metadata, MetadataIndex(name, chunk.offsets, hint), known) is chunk
     assert chunk_at(metadata, MetadataIndex(name, torch.Size([1, 0]), 0), known) is None
     assert chunk_at(metadata, MetadataIndex("step"), known) is None
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_index_without_an_offset(chunks: int) -> None:
+    """It means the whole tensor: the one chunk of it, and none of several."""
+    metadata = make_metadata(chunks=chunks)
+    name = "model.layers.1.weight"
+    whole = metadata.state_dict_metadata[name].chunks[0] if chunks == 1 else None
+    assert chunk_at(metadata, MetadataIndex(name), {}) is whole
