@@ -21,7 +21,7 @@ import torch
 from dcp_s3._staging import buffers
 from dcp_s3._staging.buffers import Block, Lease, Region
 from dcp_s3.staging import Stager
-from tests.support.staging import close_stagers
+from tests.support.staging import await_background, close_stagers
 from tests.unit.test_handoff import cross, ones
 from tests.unit.test_staging import block_of, mapped_blocks, open_blocks, release
 
@@ -167,6 +167,7 @@ def test_what_the_sender_keeps_stays_mapped() -> None:
     stager = Stager(buffers=2, wait_s=0)
     first = stager.stage(ones())
     one = cross(first)
+    await_background()  # which holds the block for as long as it works
     token = first.lease.block.token
     region = buffers._received[os.getpid(), token]
     second = stager.stage(ones(2.0))

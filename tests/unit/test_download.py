@@ -325,9 +325,11 @@ def test_a_request_that_does_not_end_when_it_is_told_to(
     """It is not waited for longer than close() may take, that is told, and what it holds comes back when it ends."""
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     store = Store()
-    gate = asyncio.Event()
+    gates = {0: asyncio.Event(), 10: asyncio.Event()}
 
-    async def stubborn(*_: Any, **__: Any) -> str:
+    async def stubborn(job: Job, key: str, start: int, *_: Any, **__: Any) -> str:
+        store.running += 1
+        gate = gates[start]
         while not gate.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await gate.wait()
@@ -342,15 +344,22 @@ def test_a_request_that_does_not_end_when_it_is_told_to(
     loading._start(reads[0])
     loading._fits(reads[1])
     loading._start(reads[1])
+    end = time.monotonic() + 10
+    while store.running < 2:
+        assert time.monotonic() < end
+        time.sleep(0.001)
     loading.close()
     assert "2 requests of a load that has ended do not end" in caplog.text
     assert store.budget.held == 130
-    loop_thread().loop.call_soon_threadsafe(gate.set)
-    end = time.monotonic() + 10
-    while store.budget.held:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    assert (loading._live, reads[0].pieces, reads[1].pieces) == ({}, (), ())
+    for start, left in ((0, reads[1:]), (10, [])):
+        loop_thread().loop.call_soon_threadsafe(gates[start].set)
+        end = time.monotonic() + 10
+        while len(loading._live) > len(left):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert list(loading._live) == left
+        assert store.budget.held == sum(other.scratch for other in left)
+    assert (reads[0].pieces, reads[1].pieces) == ((), ())
 
 
 def test_a_load_that_waits_is_idle():
