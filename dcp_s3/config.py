@@ -140,7 +140,7 @@ class S3Config:
             THREAD mode the GIL, with the training. ``None``: as much as it can use. Synchronous saves are not held back.
             Default: 0.4.
         checksum: Checksum header of each part: ``"crc32c"``, ``"crc64nvme"``, ``"none"``, or ``"auto"``: CRC32C, off where the
-            store refuses or ignores it. The manifest's CRC32C values are kept, and checked at load, in every case.
+            store refuses or ignores it. The index's CRC32C values are kept, and checked at load, in every case.
             Default: "auto".
         conditional_commit: Commit with If-None-Match / If-Match. ``"auto"``: where a probe shows that the store honours them,
             else with a warning and a read-back; ``"required"``: refuse to save elsewhere; ``"off"``: never. Default: "auto".

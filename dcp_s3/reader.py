@@ -28,9 +28,10 @@ from dcp_s3._checkpoint.format.agreement import check_one_url
 from dcp_s3._checkpoint.format.layout import CheckpointUrl, check_relative, join_id, parse_url, record_name
 from dcp_s3._checkpoint.group_deadline import deadline_s
 from dcp_s3._checkpoint.load.commit_record import CommitRecord
+from dcp_s3._checkpoint.load.lazy_metadata import StoredRange
 from dcp_s3._checkpoint.load.load_coverage import check_whole
 from dcp_s3._checkpoint.load.overlap import in_rounds
-from dcp_s3._checkpoint.load.ranges import Batch, Piece, batches, chunk_at, raw_pieces, unpack_crcs
+from dcp_s3._checkpoint.load.ranges import Batch, Piece, batches, checked_crcs, chunk_at, raw_pieces
 from dcp_s3._checkpoint.load.stock_rules import check_age, check_saved, check_unchanged
 from dcp_s3._runtime.gc_pause import Pause
 from dcp_s3._transfer.download import Downloader
@@ -116,7 +117,7 @@ class S3StorageReader(StorageReader):
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint, or of the place below which relative ``checkpoint_id`` names lie.
         config: Endpoint, credentials and limits; by default all from the environment, by AWS's conventions.
-        verify: Check the record against its manifest and every byte against its CRC32C.
+        verify: Require the index of a checkpoint of ours, and check every byte against its CRC32C.
         trust_pickle: Let the planner unpickle objects that weights-only loading refuses. They can run code.
 
     Raises:
@@ -179,7 +180,7 @@ class S3StorageReader(StorageReader):
 
         Raises:
             CheckpointNotFoundError: There is none, or reading it is not permitted.
-            CorruptCheckpointError: It is not what its manifest says, or names a global that is not allowed.
+            CorruptCheckpointError: Record and index do not belong together, or another writer's record is damaged.
         """
         url = getattr(self._local, "url", None) or self._base
         if url is None:
@@ -206,7 +207,7 @@ class S3StorageReader(StorageReader):
             raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = load.record.sha256[:32]
+        metadata.storage_meta.load_id = load.record.identity[:32]
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -219,7 +220,7 @@ class S3StorageReader(StorageReader):
         """Note which record this rank has read, for the coordinator."""
         load = self._current()
         shared = load.record.name == record_name(None)
-        return dataclasses.replace(plan, storage_data=(str(load.url), load.record.sha256 if shared else None))
+        return dataclasses.replace(plan, storage_data=(str(load.url), load.record.identity if shared else None))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks must have read the same record.
@@ -320,19 +321,19 @@ class S3StorageReader(StorageReader):
         key = load.keys.get(info.relative_path)
         if key is None:
             key = load.keys[info.relative_path] = load.url.key(check_relative(info.relative_path, source=source))
-        extra = info.__dict__
-        packed = extra.get("crc32c") if self._verify else None
-        raw_offset = extra.get("raw_offset")
+        ours = isinstance(info, StoredRange)
+        saved_crcs = info.crc32c if ours and self._verify else None
+        raw_offset = info.raw_offset if ours else None
         chunk = chunk_at(load.metadata, read.storage_index, load.chunks)
         if read.type == LoadItemType.BYTE_IO or raw_offset is None or chunk is None:
-            return self._opaque(load, read, planner, info, key, packed, chunk, source)
+            return self._opaque(load, read, planner, info, key, saved_crcs, chunk, source)
         tensor = load.metadata.state_dict_metadata[fqn]
         assert isinstance(tensor, TensorStorageMetadata)  # noqa: S101 -- it has chunks
         dtype = tensor.properties.dtype
         nbytes = chunk.sizes.numel() * dtype.itemsize
         if raw_offset + nbytes > info.length:
             raise CorruptCheckpointError(f"{source}: {nbytes} bytes of data do not fit into a record of {info.length}")
-        crcs = unpack_crcs(packed, nbytes, source=source)
+        crcs = checked_crcs(saved_crcs, nbytes, source=source)
         target = _target(read, planner)
         item = _Item(read, target, 0)
         if not target.numel():
@@ -362,7 +363,7 @@ class S3StorageReader(StorageReader):
         planner: LoadPlanner,
         info: Any,  # noqa: ANN401 -- torch's private _StorageInfo
         key: str,
-        packed: bytes | None,
+        saved_crcs: tuple[int, ...] | None,
         chunk: ChunkStorageMetadata | None,
         source: str,
     ) -> tuple[_Item, list[Piece]]:
@@ -388,7 +389,7 @@ class S3StorageReader(StorageReader):
                 saved = saved.narrow(dim, offset, length)
             target.copy_(saved)
 
-        crcs = unpack_crcs(packed, info.length, source=source)
+        crcs = checked_crcs(saved_crcs, info.length, source=source)
         piece = Piece(key, info.offset, info.offset + info.length, 0, info.length, crcs, None, use, item)
         if self._verify and load.record.stock:
             piece.check = archive_fault

@@ -18,16 +18,16 @@ from torch.futures import Future
 
 from dcp_s3._checkpoint.care.presence import check_still_there
 from dcp_s3._checkpoint.format.agreement import Place, check_one_url
+from dcp_s3._checkpoint.format.index import Index
 from dcp_s3._checkpoint.format.layout import (
     CheckpointUrl,
+    index_name,
     join_id,
-    manifest_name,
     new_token,
     new_write_id,
     parse_url,
     record_name,
 )
-from dcp_s3._checkpoint.format.manifest import Manifest
 from dcp_s3._checkpoint.group_deadline import deadline_s, outlasting_s
 from dcp_s3._checkpoint.save.commit import (
     Observed,
@@ -37,12 +37,12 @@ from dcp_s3._checkpoint.save.commit import (
     confirm,
     delete_replaced,
     look,
-    put_manifest,
+    put_index,
     usable_conditions,
 )
 from dcp_s3._checkpoint.save.completion import complete
 from dcp_s3._checkpoint.save.loadable import Loadability
-from dcp_s3._checkpoint.save.results import attach, places, portable, take_entries, take_urls, without_places
+from dcp_s3._checkpoint.save.results import places, portable, results_of, take_reports, without_places
 from dcp_s3._checkpoint.save.shard import ShardWriter, bytes_first, estimate, write_value
 from dcp_s3._runtime.gc_pause import Pause, gc_paused
 from dcp_s3._staging.buffers import lease_of
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+    from dcp_s3._checkpoint.save.results import Written
     from dcp_s3._staging.buffers import Lease
     from dcp_s3._staging.stager import Stager
     from dcp_s3._staging.turn import Turn
@@ -229,7 +230,7 @@ class S3StorageWriter(StorageWriter):
                 ).with_context(rank=save.rank, bucket=save.url.bucket, key=key)
             if self._config.conditional_commit == "required" or not save.observed.certain:
                 # what may be refused is refused before a byte is sent; else the probe, which leaves an object, waits for finish
-                with probe_cleared(save.store, save.url.key(manifest_name(save.write_id))):
+                with probe_cleared(save.store, save.url.key(index_name(save.write_id))):
                     save.conditions, save.probed = self._conditions(save), True
                     check_permitted(save.store, key, save.observed, save.conditions)
         return without_places(plans)
@@ -249,7 +250,7 @@ class S3StorageWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: manifest, then the record; the checkpoint is true when its PUT has been done.
+        """On the coordinator: index, then the record; the checkpoint is true when its PUT has been done.
 
         Args:
             metadata: The global metadata, completed in place; ``dcp.save`` returns the same object.
@@ -301,41 +302,48 @@ class S3StorageWriter(StorageWriter):
         if save.observed is None:
             raise ConfigError("finish was called without prepare_global_plan; this DCP version is not supported")
         # once more: of a rank whose plan was cached, or made anew by a planner, nothing was known before
-        check_one_url(take_urls(results), _ONE_URL, "Nothing was committed, and what was there before stands")
+        reports = take_reports(results)
+        urls = ((rank, report.url) for rank, report in enumerate(reports) if report is not None)
+        check_one_url(urls, _ONE_URL, "Nothing was committed, and what was there before stands")
         if not save.probed:
             save.conditions = self._conditions(save)
         with gc_paused():
-            entries = take_entries(results)
-            body = complete(metadata, results, save.url, save.write_id, partial=not save.use_collectives)
-        manifest = Manifest(
-            write_id=save.write_id,
-            record=save.record,
-            metadata_sha256=hashlib.sha256(body).hexdigest(),
-            metadata_bytes=len(body),
-            world_size=len(results) if save.use_collectives else World.now().size,
-            created_unix_s=time.time(),
-            writer=f"dcp_s3 {__version__}",
-            objects=entries,
-            conditional=any(condition_of(save.observed, save.conditions)),
-        )
-        put_manifest(save.store, save.url.key(manifest_name(save.write_id)), manifest.to_json(), save.deadline)
+            done = complete(metadata, results, reports, save.url, save.write_id, partial=not save.use_collectives)
+            index = Index(
+                write_id=save.write_id,
+                record=save.record,
+                record_sha256=hashlib.sha256(done.record).hexdigest(),
+                record_bytes=len(done.record),
+                world_size=len(results) if save.use_collectives else World.now().size,
+                created_unix_s=time.time(),
+                writer=f"dcp_s3 {__version__}, torch {torch.__version__}",
+                version=metadata.version,
+                checkpoint_id=str(save.url),
+                objects=done.objects,
+                columns=done.columns,
+                planner_data=done.planner_data,
+                conditional=any(condition_of(save.observed, save.conditions)),
+            )
+            packed = index.to_bytes()
+        put_index(save.store, save.url.key(index_name(save.write_id)), packed, save.deadline)
         key = save.url.key(save.record)
         commit(
             save.store,
             key,
-            body,
+            done.record,
             write_id=save.write_id,
+            index_sha256=hashlib.sha256(packed).hexdigest(),
             observed=save.observed,
             conditions=save.conditions,
             deadline=save.deadline,
-            still_there=lambda: check_still_there(save.store, save.url, manifest, save.deadline),
+            still_there=lambda: check_still_there(save.store, save.url, index, save.deadline),
         )
-        confirmed = confirm(save.store, key, len(body), write_id=save.write_id, observed=save.observed)
+        confirmed = confirm(save.store, key, len(done.record), write_id=save.write_id, observed=save.observed)
         seconds = time.monotonic() - save.started
-        total = sum(entry.size for entry in entries)
+        total = sum(entry.size for entry in done.objects)
         _log.info(
             "saved %s: %d bytes in %d objects from %d ranks in %.2f s (%.2f GiB/s), %d requests repeated here",
-            save.url, total, len(entries), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
+            save.url, total, len(done.objects), len(results), seconds, total / seconds / 2**30, save.job.counter.retries,
         )  # fmt: skip
         if confirmed and save.observed.write_id is not None:
             if save.conditions is not None and save.conditions.replace is not None:
@@ -345,7 +353,7 @@ class S3StorageWriter(StorageWriter):
                 _log.info("the store does not honour If-Match: what %s has replaced is left to dcp-s3 gc", save.url)
 
     def _conditions(self, save: _Save) -> Conditions | None:
-        key = save.url.key(manifest_name(save.write_id))
+        key = save.url.key(index_name(save.write_id))
         conditions, lacking = usable_conditions(save.store, key, self._config.conditional_commit, save.rank)
         if lacking:
             _log.warning(
@@ -371,7 +379,8 @@ class S3StorageWriter(StorageWriter):
         leases: set[Lease] = set()
         loadability = Loadability()
         try:
-            results = [self._write_item(shard, item, planner, leases, loadability) for item in bytes_first(plan.items)]
+            items = bytes_first(plan.items)
+            written = [self._write_item(shard, item, planner, leases, loadability) for item in items]
             receipts = shard.finish()
         except BaseException as error:
             try:
@@ -385,11 +394,10 @@ class S3StorageWriter(StorageWriter):
         finally:
             for lease in leases or _leases_of_planner(planner):
                 lease.release()
-        attach(results, receipts, save.url)
         loadability.warn(save.url)
         seconds = time.monotonic() - save.started
         _log.debug("rank %d: %d bytes in %d objects in %.2f s", save.rank, shard.size, len(receipts), seconds)
-        return results
+        return results_of([item.index for item in items], written, receipts, save.url)
 
     def _throttle(self, save: _Save, planner: SavePlanner) -> CpuThrottle | None:
         """A throttle for what this writer's stager has staged: the training goes on beside its save."""
@@ -401,12 +409,11 @@ class S3StorageWriter(StorageWriter):
     @staticmethod
     def _write_item(
         shard: ShardWriter, item: WriteItem, planner: SavePlanner, leases: set[Lease], loadability: Loadability
-    ) -> WriteResult:
+    ) -> Written:
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor) and (lease := lease_of(data)) is not None:
             leases.add(lease)
-        info = write_value(shard, item.index.fqn, data, loadability)
-        return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+        return write_value(shard, item.index.fqn, data, loadability)
 
 
 @contextlib.contextmanager

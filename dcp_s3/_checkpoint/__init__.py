@@ -1,1 +1,1 @@
-"""What a checkpoint is: its layout, records, manifest, commit and clean-up. Knows nothing of DCP's call order."""
+"""What a checkpoint is: its layout, records, index, commit and clean-up. Knows nothing of DCP's call order."""

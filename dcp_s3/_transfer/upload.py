@@ -178,7 +178,7 @@ class ObjectUpload:
         """Send what is left, complete the object and verify it.
 
         Returns:
-            The receipt for the manifest.
+            The receipt for the index.
 
         Raises:
             DcpS3Error: The object could not be completed; nothing of it is left behind, as far as the store lets us.

@@ -1,7 +1,7 @@
 """Deletes what no commit record names: the objects of saves that failed or were replaced, and their open uploads.
 
 Only objects of exactly our name pattern are ever touched, and each belongs to the checkpoint directly above it. One of
-them goes when (a) no live manifest names it, (b) it is older than the margin by the store's own clock, and (c) older than
+them goes when (a) no live index names it, (b) it is older than the margin by the store's own clock, and (c) older than
 the deadline of the save that wrote it, plus some slack: a save keeps its deadline in the user metadata of what it writes.
 The objects are listed before the records are read: a commit in between is seen. Since a save commits within its deadline
 or not at all, nothing that is older than deadline and slack can still become live.
@@ -28,9 +28,9 @@ from dcp_s3._checkpoint.format.layout import (
     DATA_PREFIX,
     RECORD_NAME,
     CheckpointUrl,
+    index_name,
+    index_write_id,
     is_record_name,
-    manifest_name,
-    manifest_write_id,
     owner_of,
 )
 from dcp_s3._transfer.limits.attempt_timeout import call_all
@@ -67,7 +67,7 @@ class GarbageReport:
         removed_bytes: Their size.
         aborted: Keys of the multipart uploads; a key can occur more than once.
         waiting: How many objects no record names, but are too young: the save that wrote them could still commit.
-        live: How many objects a record's manifest names.
+        live: How many objects a record's index names.
         refused: Keys that the store did not let go (Object Lock, permissions).
         skipped: Checkpoints that were left alone, each with the reason.
         notes: What else there is to know.
@@ -248,23 +248,23 @@ class _Run:
         """Collect the garbage of one checkpoint's URL, without those below it."""
         found = self.objects[url.prefix]
         records = read_records(self._store, url)
-        if unknown := [record for record in records if record.manifest is None]:
+        if unknown := [record for record in records if record.index is None]:
             reasons = "; ".join(f"{record.name}: {record.reason}" for record in unknown)
             self._skipped.append(
-                f"{url} has a commit record without a matching manifest, so nothing there is touched ({reasons})"
+                f"{url} has a commit record without a matching index, so nothing there is touched ({reasons})"
             )
             return
         live = {url.key(name) for record in records for name in _names(record)}
         self._live += sum(info.key in live for info in (*found.stale, *found.young))
         self._waiting += sum(info.key not in live for info in found.young)
         garbage = self._outlived([info for info in found.stale if info.key not in live])
-        # manifests last, in a round of their own: until its objects are gone, a manifest tells what they were
-        rounds = [[info for info in garbage if _is_manifest(info) is last] for last in (False, True)]
+        # indexes last, in a round of their own: until its objects are gone, an index tells what they were
+        rounds = [[info for info in garbage if _is_index(info) is last] for last in (False, True)]
         if all(self._remove(url, records, keys) for keys in rounds):
             self.abort_at(url)
 
     def _outlived(self, garbage: list[ObjectInfo]) -> list[ObjectInfo]:
-        """Those whose save is over. One request for all that a rank wrote in one save, and one per manifest."""
+        """Those whose save is over. One request for all that a rank wrote in one save, and one per index."""
         if self._no_writer_runs:
             return garbage
         first = {_written_together(info.key): info for info in reversed(garbage)}
@@ -412,21 +412,21 @@ class _Run:
         return report
 
 
-def _is_manifest(info: ObjectInfo) -> bool:
-    return manifest_write_id(info.key.rpartition("/")[2]) is not None
+def _is_index(info: ObjectInfo) -> bool:
+    return index_write_id(info.key.rpartition("/")[2]) is not None
 
 
 def _names(record: Record) -> Iterator[str]:
     """Names, relative to the URL, of what a record keeps alive."""
-    if record.manifest is not None:
-        yield manifest_name(record.manifest.write_id)
-        yield from (entry.key for entry in record.manifest.objects)
+    if record.index is not None:
+        yield index_name(record.index.write_id)
+        yield from (entry.key for entry in record.index.objects)
 
 
 def _written_together(key: str) -> str:
-    """What one rank wrote in one save lies in one folder; a manifest stands for itself."""
+    """What one rank wrote in one save lies in one folder; an index stands for itself."""
     folder, _, name = key.rpartition("/")
-    return key if manifest_write_id(name) is not None else folder
+    return key if index_write_id(name) is not None else folder
 
 
 def _batches(items: Iterable[ObjectInfo]) -> Iterator[list[ObjectInfo]]:

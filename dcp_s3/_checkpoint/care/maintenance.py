@@ -1,4 +1,4 @@
-"""The tools' public functions: list, verify, collect garbage. They read manifests and never import torch."""
+"""The tools' public functions: list, verify, collect garbage. They read indexes; only of other writers' records do they import torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcp_s3._checkpoint.care import garbage
+from dcp_s3._checkpoint.care.flaws import flaws_of
 from dcp_s3._checkpoint.care.garbage import GarbageReport
 from dcp_s3._checkpoint.care.inventory import read_records
 from dcp_s3._checkpoint.care.ranks import newest_save
@@ -39,7 +40,7 @@ __all__ = [
 
 DAY_S = 86400.0
 _COMMIT_S = 60.0
-"""A record is written right after its manifest; more than this apart they are looked at."""
+"""A record is written right after its index; more than this apart they are looked at."""
 _TRIES = 3
 """So often a checkpoint is verified that is replaced while it is verified."""
 
@@ -56,10 +57,10 @@ class CheckpointInfo:
         bytes: Size of the data objects at the URL and of the records. Of another writer's checkpoint: of what the record
             names.
         objects: How many data objects.
-        ours: It was written by this package, and if committed there is the manifest of its record.
-        state: ``committed``, ``stock`` (committed by another writer: no manifest), ``corrupt: <why>`` (record and manifest do
+        ours: It was written by this package, and if committed there is the index of its record.
+        state: ``committed``, ``stock`` (committed by another writer: no index), ``corrupt: <why>`` (record and index do
             not belong together, or the record cannot be read), or ``uncommitted``: objects of ours without a record, of a
-            save that still runs or has failed. Record and manifest are read only where the listing leaves a question; what
+            save that still runs or has failed. Record and index are read only where the listing leaves a question; what
             can be trusted is what :func:`verify` tells.
     """
 
@@ -120,21 +121,21 @@ def _info(store: ControlStore, place: Place) -> CheckpointInfo | None:
     write_ids: set[str | None] = set()
     state = "committed"
     for record in records:
-        if record.manifest is not None:
-            write_ids.add(record.manifest.write_id)
-            sizes.update((entry.key, entry.size) for entry in record.manifest.objects)
+        if record.index is not None:
+            write_ids.add(record.index.write_id)
+            sizes.update((entry.key, entry.size) for entry in record.index.objects)
             continue
         try:
-            summary = record.summary()
+            columns = record.columns()
         except CorruptCheckpointError as error:
             state = f"corrupt: {error.message}"
             continue
-        write_ids.add(summary.write_id)
-        for entry in summary.entries:
-            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-        if flaws := summary.flaws(partial=record.rank is not None):
+        write_ids.add(None)
+        for name, end in zip(columns.object_names, columns.object_ends(), strict=True):
+            sizes[name] = max(sizes.get(name, 0), end)
+        if flaws := flaws_of(columns, partial=record.rank is not None):
             state = f"corrupt: {record.name}: {flaws[0]}"
-        elif record.is_ours(summary):
+        elif record.ours:
             state = f"corrupt: {record.name}: {record.reason}"
         elif state == "committed":
             state = "stock"
@@ -145,26 +146,26 @@ def _info(store: ControlStore, place: Place) -> CheckpointInfo | None:
         records=tuple(record.name for record in records),
         write_id=write_ids.pop() if len(write_ids) == 1 else None,
         committed_at=max(times, default=None),
-        bytes=sum(sizes.values()) + sum(len(record.fetched.body) for record in records),
+        bytes=sum(sizes.values()) + sum(record.fetched.info.size for record in records),
         objects=len(sizes),
-        ours=all(record.manifest is not None for record in records),
+        ours=all(record.index is not None for record in records),
         state=state,
     )
 
 
 def _told_by_listing(place: Place) -> CheckpointInfo | None:
-    """What there is to say of a place that is as a save leaves it: one record, and the manifest written just before it.
+    """What there is to say of a place that is as a save leaves it: one record, and the index written just before it.
 
     To read them takes two requests for each checkpoint; for 200 that is seconds.
     """
     record = place.records.get(RECORD_NAME)
-    if record is None or not record.size or len(place.records) != 1 or len(place.manifests) != 1:
+    if record is None or not record.size or len(place.records) != 1 or len(place.indexes) != 1:
         return None
-    ((write_id, manifest),) = place.manifests.items()
-    if record.last_modified is None or manifest.last_modified is None:
+    ((write_id, index),) = place.indexes.items()
+    if record.last_modified is None or index.last_modified is None:
         return None
-    # a manifest that is younger is of another save, and so is one that is much older
-    if not 0 <= (record.last_modified - manifest.last_modified).total_seconds() <= _COMMIT_S:
+    # an index that is younger is of another save, and so is one that is much older
+    if not 0 <= (record.last_modified - index.last_modified).total_seconds() <= _COMMIT_S:
         return None
     return CheckpointInfo(
         url=str(place.url),
@@ -179,7 +180,7 @@ def _told_by_listing(place: Place) -> CheckpointInfo | None:
 
 
 def verify(url: str | os.PathLike[str], *, deep: bool = False, config: S3Config | None = None) -> VerifyReport:
-    """Check that a checkpoint is whole: record and manifest belong together, every object is there with the right size.
+    """Check that a checkpoint is whole: record and index belong together, every object is there with the right size.
 
     Args:
         url: The checkpoint's URL.
@@ -250,8 +251,8 @@ def collect_garbage(
 ) -> GarbageReport:
     """Delete what failed and replaced saves left at a URL and below it, and abort their open uploads.
 
-    Only objects of this package's exact name pattern go, if no commit record's manifest names them and they are older
-    than the margin by the store's clock. Where a record has no matching manifest (another writer's checkpoint, or a
+    Only objects of this package's exact name pattern go, if no commit record's index names them and they are older
+    than the margin by the store's clock. Where a record has no matching index (another writer's checkpoint, or a
     damaged one), nothing is touched. Needs ListBucket, ListBucketMultipartUploads, DeleteObject, AbortMultipartUpload.
 
     Args:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dcp_s3._checkpoint.care.garbage import SLACK_S
-from dcp_s3._checkpoint.format.layout import manifest_name
+from dcp_s3._checkpoint.format.layout import index_name
 from dcp_s3._transfer.limits.attempt_timeout import call_all
 from dcp_s3._transfer.s3.control_store import is_missing
 from dcp_s3.errors import StorageError
 
 if TYPE_CHECKING:
+    from dcp_s3._checkpoint.format.index import Index
     from dcp_s3._checkpoint.format.layout import CheckpointUrl
-    from dcp_s3._checkpoint.format.manifest import Manifest
     from dcp_s3._transfer.limits.retry import Deadline
     from dcp_s3._transfer.s3.control_store import ControlStore
 
@@ -20,7 +20,7 @@ _THREADS: Final = 16
 _SHOWN: Final = 3
 
 
-def check_still_there(store: ControlStore, url: CheckpointUrl, manifest: Manifest, deadline: Deadline) -> None:
+def check_still_there(store: ControlStore, url: CheckpointUrl, index: Index, deadline: Deadline) -> None:
     """Raise if a collector of garbage, or somebody else, has taken objects that this save is about to commit.
 
     No collector may take what is younger than ``SLACK_S``, unless it was told that no writer runs: before that age there is
@@ -30,7 +30,7 @@ def check_still_there(store: ControlStore, url: CheckpointUrl, manifest: Manifes
     Args:
         store: The bucket.
         url: The checkpoint.
-        manifest: What the save has written; it is looked for as well.
+        index: What the save has written; it is looked for as well.
         deadline: The save's, from its beginning.
 
     Raises:
@@ -39,8 +39,8 @@ def check_still_there(store: ControlStore, url: CheckpointUrl, manifest: Manifes
     took_s = deadline.seconds - deadline.remaining()
     if took_s <= SLACK_S:
         return
-    sizes: dict[str, int | None] = {manifest_name(manifest.write_id): None}
-    sizes |= {entry.key: entry.size for entry in manifest.objects}
+    sizes: dict[str, int | None] = {index_name(index.write_id): None}
+    sizes |= {entry.key: entry.size for entry in index.objects}
     keys = [url.key(name) for name in sizes]
     found = call_all(lambda key: _size(store, key), keys, threads=_THREADS)
     lost = [

@@ -6,10 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dcp_s3._checkpoint.care.inventory import Manifests
-from dcp_s3._checkpoint.format.layout import RECORD_NAME, WRITE_ID_FIELD, is_write_id, record_name, record_rank
-from dcp_s3._checkpoint.format.manifest import Manifest
-from dcp_s3.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, StorageUnavailableError
+from dcp_s3._checkpoint.care.inventory import read_record
+from dcp_s3._checkpoint.format.layout import RECORD_NAME, record_name
+from dcp_s3.errors import CheckpointNotFoundError, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from dcp_s3._checkpoint.care.inventory import Record
@@ -39,7 +38,7 @@ class NewestSave:
 def newest_save(records: list[Record]) -> NewestSave:
     """Tell which records are those of the newest save, and whether they are all there.
 
-    Each rank's manifest says with how many ranks it was written, except for those of version 0.1, which all say 1.
+    Each rank's index says with how many ranks it was written.
 
     Args:
         records: One or more, all of one URL.
@@ -55,9 +54,8 @@ def newest_save(records: list[Record]) -> NewestSave:
         return NewestSave(tuple(own), tuple(by_rank.values()), problem if later else "")
     newest = max(by_rank.values(), key=lambda record: (_made(record), record.created_unix_s))
     saved_by = newest.ranks
-    of_it = {rank for rank, record in by_rank.items() if record.manifest is None or record.ranks == saved_by}
-    # version 0.1 says 1 of each rank's record, and of another writer's nothing is known: then all there are count
-    is_told = saved_by > 1 or of_it == {0}
+    of_it = {rank for rank, record in by_rank.items() if record.index is None or record.ranks == saved_by}
+    is_told = saved_by > 0  # of another writer's nothing is known: then all there are count
     wanted = range(saved_by if is_told else max(of_it) + 1)
     counted = tuple(record for rank, record in by_rank.items() if rank in wanted)
     stale = tuple(record for rank, record in by_rank.items() if rank not in wanted)
@@ -75,46 +73,37 @@ def newest_save(records: list[Record]) -> NewestSave:
     return NewestSave(counted, stale, why, note)
 
 
-def check_of_newest_save(store: ControlStore, url: CheckpointUrl, name: str, write_id: str | None) -> None:
+def check_of_newest_save(store: ControlStore, url: CheckpointUrl, record: Record) -> None:
     """Refuse a rank's own record that an older save with more ranks has left, or that a newer one has not replaced yet.
 
-    Rank 0 takes part in each save, so its record tells how many ranks the newest had. Where a manifest is missing, or
-    version 0.1 wrote both, nothing is known and nothing is refused.
+    Rank 0 takes part in each save, so its record tells how many ranks the newest had. Where an index is missing nothing is
+    known and nothing is refused.
 
     Args:
         store: The bucket.
         url: The checkpoint.
-        name: The record that was read.
-        write_id: Of its save.
+        record: A rank's own, or the checkpoint's, of which there is nothing to ask.
 
     Raises:
         CheckpointNotFoundError: It is of a save with another number of ranks than rank 0's record.
         StorageUnavailableError: The store failed.
     """
-    from dcp_s3._checkpoint.pickles.standin import (
-        read_record,  # its expressions take a while to compile; ls does without
-    )
-
-    first = record_name(0)
-    if record_rank(name) in (None, 0) or write_id is None or not is_write_id(write_id):
+    if record.rank in (None, 0) or record.index is None:
         return
-    manifests = Manifests(store, url)
+    first = record_name(0)
     try:
-        hint = store.head(url.key(first)).metadata.get(WRITE_ID_FIELD)
-        if hint is None:  # a copy, or a store that keeps no user metadata
-            hint = read_record(store.get(url.key(first)).body, source=str(url.child(first))).write_id or ""
-        mine, theirs = manifests.of_save(write_id), manifests.of_save(hint) if is_write_id(hint) else None
+        newest = read_record(store, url, first)
     except StorageUnavailableError:
         raise
-    except (StorageError, CorruptCheckpointError) as error:
+    except StorageError as error:
         _log.debug("%s says nothing of the newest save at %s: %s", first, url, error)
         return
-    if isinstance(mine, Manifest) and isinstance(theirs, Manifest) and mine.world_size != theirs.world_size:
+    if newest.index is not None and newest.ranks != record.ranks:
         raise CheckpointNotFoundError(
-            f"no checkpoint of rank {record_rank(name)} at {url}: {name} was left by a save with {mine.world_size} ranks, and "
-            f"{first} is of one with {theirs.world_size}; together they would be a mixture. Load with as many ranks as the "
+            f"no checkpoint of rank {record.rank} at {url}: {record.name} was left by a save with {record.ranks} ranks, and "
+            f"{first} is of one with {newest.ranks}; together they would be a mixture. Load with as many ranks as the "
             "newest save had, or from another URL"
-        ).with_context(bucket=url.bucket, key=url.key(name))
+        ).with_context(bucket=url.bucket, key=url.key(record.name))
 
 
 def _made(record: Record) -> float:

@@ -13,8 +13,8 @@ from dcp_s3._checkpoint.format.layout import (
     DATA_PREFIX,
     RECORD_NAME,
     CheckpointUrl,
+    index_write_id,
     is_record_name,
-    manifest_write_id,
     owner_of,
 )
 from dcp_s3._transfer.limits.attempt_timeout import call_all
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAGE: Final = 1000
 """Keys on the page of a listing; a "directory" with fewer is known after one."""
-_DIRECT: Final = (RECORD_NAME, "__", "manifest-")
+_DIRECT: Final = (RECORD_NAME, "__", "index-")
 """How the names begin of what is looked for directly at a URL."""
 _DATA: Final = DATA_PREFIX.removesuffix("/")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -39,14 +39,14 @@ class Place:
     Attributes:
         url: The URL.
         records: The commit records there, by name; none of an attempt that was not committed, or not yet.
-        manifests: The manifests there, by write id.
+        indexes: The indexes there, by write id.
         objects: How many of our data objects lie there, whichever save wrote them.
         bytes: Their size.
     """
 
     url: CheckpointUrl
     records: dict[str, ObjectInfo] = field(default_factory=dict)
-    manifests: dict[str, ObjectInfo] = field(default_factory=dict)
+    indexes: dict[str, ObjectInfo] = field(default_factory=dict)
     objects: int = 0
     bytes: int = 0
 
@@ -125,8 +125,8 @@ class _Found:
 
 
 def _add(place: Place, name: str, info: ObjectInfo) -> None:
-    if (write_id := manifest_write_id(name)) is not None:
-        place.manifests[write_id] = info
+    if (write_id := index_write_id(name)) is not None:
+        place.indexes[write_id] = info
     else:
         place.objects += 1
         place.bytes += info.size

@@ -1,12 +1,14 @@
-"""Checks that a checkpoint is whole: record, manifest, objects, ranges, and with ``deep`` every byte. Needs no torch."""
+"""Checks that a checkpoint is whole: record, index, objects, ranges, and with ``deep`` every byte."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
+from dcp_s3._checkpoint.care.flaws import flaws_of
 from dcp_s3._checkpoint.care.inventory import Record, etags, read_records
 from dcp_s3._checkpoint.care.ranks import newest_save
 from dcp_s3._transfer.checksum import crc32c
@@ -15,11 +17,8 @@ from dcp_s3._transfer.s3.control_store import is_missing
 from dcp_s3.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from dcp_s3._checkpoint.format.index import Columns, Numbers, ObjectEntry
     from dcp_s3._checkpoint.format.layout import CheckpointUrl
-    from dcp_s3._checkpoint.format.manifest import ObjectEntry
-    from dcp_s3._checkpoint.pickles.standin import Entry
     from dcp_s3._transfer.s3.control_store import ControlStore, ObjectInfo
 
 SLICE_BYTES: Final = 8 << 20
@@ -74,7 +73,7 @@ def verify_checkpoint(store: ControlStore, url: CheckpointUrl, *, deep: bool) ->
         StorageError: The store refused or failed.
     """
     start = time.monotonic()
-    records = read_records(store, url)
+    records = read_records(store, url, whole=True)
     if not records:
         raise CheckpointNotFoundError(f"there is no checkpoint at {url}: neither .metadata nor __<rank>.metadata")
     check = _Check(store, url)
@@ -112,62 +111,60 @@ class _Check:
         self.checked_bytes = 0
         self._store = store
         self._url = url
+        self._columns: Columns
+        self._rows: dict[str, Numbers] = {}
 
     def record(self, record: Record, *, deep: bool) -> None:
         try:
-            summary = record.summary()
+            columns = record.columns()
         except CorruptCheckpointError as error:
             self.problems.append(f"{error.message}; {_REMEDY}")
             return
-        if flaws := summary.flaws(partial=record.rank is not None):
+        if flaws := flaws_of(columns, partial=record.rank is not None):
             more = f", and {len(flaws) - _NAMED} more" if len(flaws) > _NAMED else ""
             self.problems.append(
                 f"{record.source}: {'; '.join(flaws[:_NAMED])}{more}: no load can give them; {_REMEDY}"
             )
-        manifest = record.manifest
         listed: dict[str, ObjectEntry] = {}
-        if manifest is not None:
-            listed = {entry.key: entry for entry in manifest.objects}
+        if record.index is not None:
+            listed = {entry.key: entry for entry in record.index.objects}
             self.checked_bytes += len(record.fetched.body)
-        elif record.is_ours(summary):
+        elif record.ours:
             self.problems.append(
                 f"{record.source}: {record.reason}, so nothing says whether it is as it was saved; restore record and "
-                "manifest together, or use an earlier checkpoint"
+                "index together, or use an earlier checkpoint"
             )
         else:
             self.notes.append(
-                f"{record.source}: another writer's checkpoint has no manifest: content not verifiable, only that every "
+                f"{record.source}: another writer's checkpoint has no index: content not verifiable, only that every "
                 "range lies within its object"
             )
-        ranges: defaultdict[str, list[Entry]] = defaultdict(list)
-        for entry in summary.entries:
-            ranges[entry.relative_path].append(entry)
-        whole = self._objects(record, listed, ranges)
-        good = self._content(whole, ranges) if deep else set()
+        self._columns = columns
+        self._rows = dict(zip(columns.object_names, columns.by_object(), strict=True))
+        whole = self._objects(record, listed)
+        good = self._content(whole) if deep else set()
         for saved, info in whole.items():
             if saved.etag and info.etag and saved.etag.strip('"') != info.etag.strip('"'):
-                self._other_etag(saved, info, ranges.get(saved.key, []), proven=saved.key in good, deep=deep)
+                self._other_etag(saved, info, proven=saved.key in good, deep=deep)
 
-    def _objects(
-        self, record: Record, listed: dict[str, ObjectEntry], ranges: dict[str, list[Entry]]
-    ) -> dict[ObjectEntry, ObjectInfo]:
-        """Look at each object that manifest or record names; return those that can have the content that was saved."""
-        keys = [*listed, *(key for key in ranges if key not in listed)]
+    def _objects(self, record: Record, listed: dict[str, ObjectEntry]) -> dict[ObjectEntry, ObjectInfo]:
+        """Look at each object that the record names; return those that can have the content that was saved."""
+        keys = list(self._rows)
         self.objects += len(keys)
+        ends = self._columns.object_ends()
         whole = {}
-        for key, info in zip(keys, call_all(self._head, keys), strict=True):
-            entry, inside = listed.get(key), ranges.get(key, [])
-            if record.manifest is not None and entry is None:
-                self._problem(key, f"is named by {record.name} but not by its manifest", inside)
+        for key, end, info in zip(keys, ends, call_all(self._head, keys), strict=True):
+            entry = listed.get(key)
             if info is None:
-                self._problem(key, "is missing", inside)
+                self._problem(key, "is missing")
                 continue
             if entry is not None and info.size != entry.size:
-                self._problem(key, f"has {info.size} bytes, not the {entry.size} that were saved", inside)
+                self._problem(key, f"has {info.size} bytes, not the {entry.size} that were saved")
             elif entry is not None:
                 whole[entry] = info
-            if outside := [item for item in inside if item.offset + item.length > info.size]:
-                self._problem(key, f"ends at byte {info.size}, before the ranges that {record.name} names", outside)
+            if end > info.size:
+                what = f"ends at byte {info.size}, before the ranges that {record.name} names"
+                self._problem(key, what, info.size, end)
         return whole
 
     def _head(self, key: str) -> ObjectInfo | None:
@@ -178,16 +175,14 @@ class _Check:
                 return None
             raise
 
-    def _other_etag(
-        self, entry: ObjectEntry, info: ObjectInfo, inside: list[Entry], *, proven: bool, deep: bool
-    ) -> None:
+    def _other_etag(self, entry: ObjectEntry, info: ObjectInfo, *, proven: bool, deep: bool) -> None:
         what = f"has the ETag {info.etag}, not the {entry.etag} of the save"
         if proven:
             self.notes.append(f"{self._url.child(entry.key)} {what}, but the content of the save: it was copied")
         elif not deep:
-            self._problem(entry.key, f"{what}: it was written again, or copied; a deep check tells which", inside)
+            self._problem(entry.key, f"{what}: it was written again, or copied; a deep check tells which")
 
-    def _content(self, whole: dict[ObjectEntry, ObjectInfo], ranges: dict[str, list[Entry]]) -> set[str]:
+    def _content(self, whole: dict[ObjectEntry, ObjectInfo]) -> set[str]:
         """Compare the CRC of every part; return the keys of the objects that are as they were saved."""
         good = {entry.key for entry in whole}
         parts = [
@@ -199,12 +194,8 @@ class _Check:
             self.checked_bytes += part.end - part.start
             if what:
                 good.discard(part.entry.key)
-                hit = [
-                    item
-                    for item in ranges.get(part.entry.key, [])
-                    if item.offset < part.end and item.offset + item.length > part.start
-                ]
-                self._problem(part.entry.key, f"part {part.number} (bytes {part.start}-{part.end - 1}) {what}", hit)
+                place = f"part {part.number} (bytes {part.start}-{part.end - 1})"
+                self._problem(part.entry.key, f"{place} {what}", part.start, part.end)
         return good
 
     def _differs(self, part: _Part) -> str:
@@ -223,8 +214,17 @@ class _Check:
             crc = crc32c(body, crc)
         return "" if crc == part.crc else f"has CRC32C {crc:08x}, not the {part.crc:08x} that was saved"
 
-    def _problem(self, key: str, what: str, hit: Iterable[Entry]) -> None:
-        names = list(dict.fromkeys(entry.fqn for entry in hit))
+    def _problem(self, key: str, what: str, start: int = 0, end: int | None = None) -> None:
+        """Note what is wrong with an object, and which tensors have bytes of it in ``[start, end)``."""
+        names = self._columns.names_of(self._hit(key, start, end))
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         concerns = f" (concerns {shown})" if names else ""
         self.problems.append(f"{self._url.child(key)} {what}{concerns}; {_REMEDY}")
+
+    def _hit(self, key: str, start: int, end: int | None) -> Numbers:
+        rows, columns = self._rows[key], self._columns
+        ends = columns.row_start[rows] + columns.row_length[rows]
+        hit = ends > start
+        if end is not None:
+            hit &= columns.row_start[rows] < end
+        return np.sort(rows[hit])

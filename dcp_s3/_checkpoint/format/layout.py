@@ -3,7 +3,7 @@
 ::
 
     <url>/.metadata                         the commit record; __<rank>.metadata where each rank commits for itself
-    <url>/manifest-<write_id>.json          written just before it
+    <url>/index-<write_id>.safetensors.gz   written just before it
     <url>/data/<token>/__<rank>_<n>.distcp  data objects
 
 Names are never used twice: a save draws its write id, and each rank its token, at random.
@@ -22,16 +22,17 @@ from dcp_s3.errors import ConfigError, CorruptCheckpointError
 
 __all__ = [
     "DATA_PREFIX",
+    "INDEX_FIELD",
     "RECORD_NAME",
     "WRITE_ID_FIELD",
     "CheckpointUrl",
     "check_relative",
     "data_key",
+    "index_name",
+    "index_write_id",
     "is_record_name",
     "is_write_id",
     "join_id",
-    "manifest_name",
-    "manifest_write_id",
     "new_token",
     "new_write_id",
     "owner_of",
@@ -44,6 +45,8 @@ RECORD_NAME: Final = ".metadata"
 DATA_PREFIX: Final = "data/"
 WRITE_ID_FIELD: Final = "dcp-s3-write-id"
 """User metadata of a record: whose checkpoint it is, known without reading the whole record."""
+INDEX_FIELD: Final = "dcp-s3-index-sha256"
+"""User metadata of a record: the SHA-256 of its index, in hex."""
 
 MAX_KEY_BYTES: Final = 1024
 """Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html"""
@@ -57,9 +60,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _WRITE_ID = re.compile(r"[0-9a-f]{32}")
 _RECORD = re.compile(r"(?:__(0|[1-9][0-9]{0,8}))?\.metadata")
-_MANIFEST = re.compile(r"manifest-([0-9a-f]{32})\.json")
+_INDEX = re.compile(r"index-([0-9a-f]{32})\.safetensors\.gz")
 _OURS = re.compile(
-    r"(?:(?P<owner>.*)/)?(?:data/[0-9a-f]{16}/__[0-9]+_[0-9]+\.distcp|manifest-[0-9a-f]{32}\.json)", re.DOTALL
+    r"(?:(?P<owner>.*)/)?(?:data/[0-9a-f]{16}/__[0-9]+_[0-9]+\.distcp|index-[0-9a-f]{32}\.safetensors\.gz)", re.DOTALL
 )
 
 
@@ -167,9 +170,9 @@ def record_name(rank: int | None) -> str:
     return RECORD_NAME if rank is None else f"__{rank}{RECORD_NAME}"
 
 
-def manifest_name(write_id: str) -> str:
-    """Name of the manifest that belongs to a save."""
-    return f"manifest-{write_id}.json"
+def index_name(write_id: str) -> str:
+    """Name of the index that belongs to a save."""
+    return f"index-{write_id}.safetensors.gz"
 
 
 def data_key(token: str, rank: int, n: int) -> str:
@@ -203,23 +206,23 @@ def is_write_id(text: object) -> bool:
     return isinstance(text, str) and _WRITE_ID.fullmatch(text) is not None
 
 
-def manifest_write_id(name: str) -> str | None:
-    """The write id in a manifest's name, or ``None`` if it is not a manifest's name."""
-    match = _MANIFEST.fullmatch(name)
+def index_write_id(name: str) -> str | None:
+    """The write id in an index's name, or ``None`` if it is not an index's name."""
+    match = _INDEX.fullmatch(name)
     return match[1] if match else None
 
 
 def owner_of(key: str) -> str | None:
     """Prefix of the checkpoint that an object of ours belongs to; ``None`` for a key that is not of our pattern.
 
-    Only exact data and manifest names count: whatever else lies in the bucket is somebody else's.
+    Only exact data and index names count: whatever else lies in the bucket is somebody else's.
     """
     match = _OURS.fullmatch(key)
     return (match["owner"] or "") if match else None
 
 
 def check_relative(path: str, *, source: str) -> str:
-    """Check an object name that was read out of a record or a manifest, and return it.
+    """Check an object name that was read out of a record or an index, and return it.
 
     Args:
         path: Name relative to the checkpoint's URL.

@@ -1,4 +1,4 @@
-"""The commit record as a load reads it: held against its manifest, and asked again when data have gone."""
+"""The commit record as a load reads it: its index, or another writer's pickle; and asked again when data have gone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dcp_s3._checkpoint.care.inventory import read_record
 from dcp_s3._checkpoint.care.ranks import check_of_newest_save
-from dcp_s3._checkpoint.format.layout import is_write_id, manifest_name, record_name
-from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.format.layout import record_name
+from dcp_s3._checkpoint.load.lazy_metadata import metadata_of
 from dcp_s3._checkpoint.pickles import metadata as record_format
 from dcp_s3._transfer.s3.control_store import is_missing
 from dcp_s3.errors import (
@@ -23,6 +24,7 @@ from dcp_s3.errors import (
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from dcp_s3._checkpoint.care.inventory import Record
     from dcp_s3._checkpoint.format.layout import CheckpointUrl
     from dcp_s3._transfer.limits.retry import Deadline
     from dcp_s3._transfer.s3.control_store import ControlStore, Fetched
@@ -36,14 +38,14 @@ class CommitRecord:
     Attributes:
         url: The checkpoint.
         name: ``.metadata``, or the name of a rank's own.
-        sha256: Of its bytes, in hex; empty until :meth:`read`.
-        stock: Another writer's checkpoint, which has no manifest, and whose objects have names that are used again.
+        identity: What tells it from the record of any other save; empty until :meth:`read`.
+        stock: Another writer's checkpoint, which has no index, and whose objects have names that are used again.
         seen: The record as the store gave it, without its bytes.
     """
 
     url: CheckpointUrl
     name: str
-    sha256: str = ""
+    identity: str = ""
     stock: bool = False
     seen: Fetched | None = None
 
@@ -53,33 +55,46 @@ class CommitRecord:
         return self.url.key(self.name)
 
     def read(self, store: ControlStore, deadline: Deadline, *, verify: bool) -> Metadata:
-        """Read the record, of one save together with its manifest.
+        """Read what the checkpoint holds.
 
         Args:
             store: The bucket.
             deadline: The load's; it ends the reading of a checkpoint that is replaced again and again.
-            verify: Hold it against its manifest.
+            verify: Refuse a checkpoint of ours without its index.
 
         Raises:
             CheckpointNotFoundError: There is none, reading it is not permitted, or it is a rank's own of an older save.
-            CorruptCheckpointError: It is not what its manifest says, or names a global that is not allowed.
+            CorruptCheckpointError: Record and index do not belong together, or another writer's record is damaged.
             StorageError: The store failed.
         """
         while True:
-            fetched = self._get(store)
-            body, self.seen = fetched.body, dataclasses.replace(fetched, body=b"")
-            self.sha256 = hashlib.sha256(body).hexdigest()
-            metadata = record_format.loads(body, source=f"s3://{self.url.bucket}/{self.key}")
-            try:
-                self._check_manifest(store, metadata, len(body), verify=verify)
-            except CorruptCheckpointError:
-                # a save may have replaced the checkpoint, and deleted the old manifest, between the two reads
-                if hashlib.sha256(self._get(store).body).hexdigest() == self.sha256:
-                    raise
-                deadline.check("reading a checkpoint that is replaced again and again")
-            else:
-                check_of_newest_save(store, self.url, self.name, _write_id(metadata))
-                return metadata
+            record = self._record(store)
+            if record.index is not None or not (record.ours and verify):
+                break
+            if _is_same(
+                self._record(store).fetched, record.fetched
+            ):  # no save has replaced it, and deleted the old index, meanwhile
+                raise CorruptCheckpointError(
+                    f"{self.name} of {self.url} cannot be trusted: {record.reason}; verify=False loads without the index"
+                ).with_context(bucket=self.url.bucket, key=self.key)
+            deadline.check("reading a checkpoint that is replaced again and again")
+        check_of_newest_save(store, self.url, record)
+        self.seen = dataclasses.replace(record.fetched, body=b"")
+        self.stock = not record.ours
+        if record.index is not None and record.index.planner_data != "record":
+            self.identity = record.index.write_id
+            return metadata_of(record.index)
+        body = record.fetched.body if record.whole else store.get(self.key).body
+        metadata = record_format.loads(body, source=record.source)
+        if record.index is not None:
+            if not record.index.describes(body):
+                raise CorruptCheckpointError(
+                    f"{self.name} of {self.url} is not the one that its index was written for: bytes were changed after the save"
+                ).with_context(bucket=self.url.bucket, key=self.key)
+            self.identity = record.index.write_id
+            return metadata_of(record.index, planner_data=metadata.planner_data)
+        self.identity = hashlib.sha256(body).hexdigest()
+        return metadata
 
     def missing_object_error(self, store: ControlStore, error: StorageError) -> DcpS3Error:
         """A data object is missing: was the checkpoint replaced meanwhile, or is it broken?
@@ -91,11 +106,12 @@ class CommitRecord:
         Returns:
             The error to raise.
         """
+        assert self.seen is not None  # noqa: S101 -- it has been read
         try:
-            now = hashlib.sha256(self._get(store).body).hexdigest()
+            gone = not _is_same(self._record(store).fetched, self.seen)
         except CheckpointNotFoundError:
-            now = ""
-        if now != self.sha256:
+            gone = True
+        if gone:
             return CheckpointReplacedError(
                 f"{self.url} was replaced or deleted while it was read; load again"
             ).with_context(bucket=self.url.bucket, key=error.key)
@@ -103,9 +119,9 @@ class CommitRecord:
             f"a data object of {self.url} is missing although its record is there; dcp-s3 verify lists what is left"
         ).with_context(bucket=self.url.bucket, key=error.key, status=error.status, code=error.code)
 
-    def _get(self, store: ControlStore) -> Fetched:
+    def _record(self, store: ControlStore) -> Record:
         try:
-            return store.get(self.key)
+            return read_record(store, self.url, self.name)
         except StorageError as error:
             if is_missing(error) or (isinstance(error, AccessDeniedError) and error.code == "AccessDenied"):
                 why = "there is none" if is_missing(error) else "there is none, or reading it is not permitted"
@@ -118,27 +134,11 @@ class CommitRecord:
                 ) from error
             raise
 
-    def _check_manifest(self, store: ControlStore, metadata: Metadata, size: int, *, verify: bool) -> None:
-        write_id = _write_id(metadata)
-        # two marks, so that no one damaged byte makes it pass for a stock writer's, which has nothing to be held against
-        ours = is_write_id(write_id) or any("crc32c" in info.__dict__ for info in metadata.storage_data.values())
-        self.stock = not ours
-        if not verify or not ours:
-            return
-        name = self.url.key(manifest_name(write_id or ""))
-        try:
-            manifest = Manifest.from_json(store.get(name).body, source=f"s3://{self.url.bucket}/{name}")
-        except StorageError as error:
-            if not is_missing(error):
-                raise
-            raise CorruptCheckpointError(
-                f"the manifest of {self.url} is missing, so its record cannot be trusted; verify=False loads without it"
-            ).with_context(bucket=self.url.bucket, key=name) from error
-        if manifest.metadata_sha256 != self.sha256 or manifest.metadata_bytes != size:
-            raise CorruptCheckpointError(
-                f"{self.name} of {self.url} is not the one that its manifest names: bytes were changed after the save"
-            ).with_context(bucket=self.url.bucket, key=self.key)
 
-
-def _write_id(metadata: Metadata) -> str | None:
-    return metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+def _is_same(now: Fetched, before: Fetched) -> bool:
+    """Whether a record is still that of the same save."""
+    return (now.info.etag, now.info.size, now.info.metadata) == (
+        before.info.etag,
+        before.info.size,
+        before.info.metadata,
+    )

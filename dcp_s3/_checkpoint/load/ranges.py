@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -204,16 +203,14 @@ def chunk_at(
     return table.get(offset)
 
 
-def unpack_crcs(packed: bytes | None, nbytes: int, *, source: str) -> tuple[int, ...]:
-    """The CRCs that ride on a record's storage info, checked against the length that they cover."""
-    if packed is None:
+def checked_crcs(crcs: tuple[int, ...] | None, nbytes: int, *, source: str) -> tuple[int, ...]:
+    """The CRCs of a record, checked against the length that they cover; none where the writer kept none."""
+    if crcs is None:
         return ()
     count = -(-nbytes // CRC_CHUNK_BYTES)
-    if len(packed) != 4 * count:
-        raise CorruptCheckpointError(
-            f"{source} has {len(packed)} bytes of CRCs for {nbytes} bytes of data, expected {4 * count}"
-        )
-    return struct.unpack(f"<{count}I", packed)
+    if len(crcs) != count:
+        raise CorruptCheckpointError(f"{source} has {len(crcs)} CRCs for {nbytes} bytes of data, expected {count}")
+    return crcs
 
 
 def raw_pieces(

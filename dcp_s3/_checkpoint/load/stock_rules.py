@@ -1,4 +1,4 @@
-"""What stands in for a manifest where another writer kept none: the times and ETags of its objects, and what they hold."""
+"""What stands in for an index where another writer kept none: the times and ETags of its objects, and what they hold."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp_s3._checkpoint.format.layout import WRITE_ID_FIELD, manifest_name
-from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.format.index import Index
+from dcp_s3._checkpoint.format.layout import INDEX_FIELD, WRITE_ID_FIELD, index_name
 from dcp_s3._transfer.limits.attempt_timeout import call_all
 from dcp_s3._transfer.limits.retry import backoff_s
 from dcp_s3._transfer.s3.control_store import is_missing, is_precondition_failed, save_metadata
@@ -118,7 +118,7 @@ def usable_conditions(store: ControlStore, key: str, mode: str, rank: int) -> tu
 
     Args:
         store: The bucket.
-        key: The save's manifest; see :func:`~dcp_s3._transfer.s3.probe.conditions_of`.
+        key: The save's index; see :func:`~dcp_s3._transfer.s3.probe.conditions_of`.
         mode: ``S3Config.conditional_commit``.
         rank: Named in errors.
 
@@ -163,23 +163,23 @@ def condition_of(observed: Observed, conditions: Conditions | None) -> tuple[str
     return conditions.match_value(observed.etag), False
 
 
-def put_manifest(store: ControlStore, key: str, text: bytes, deadline: Deadline) -> None:
-    """PUT the manifest and look whether it is there: behind the commit the checkpoint before may be gone.
+def put_index(store: ControlStore, key: str, data: bytes, deadline: Deadline) -> None:
+    """PUT the index and look whether it is there: behind the commit the checkpoint before may be gone.
 
     Args:
         store: The bucket.
-        key: Key of the manifest.
-        text: The manifest.
-        deadline: The save's; kept with the manifest, so that no collector takes it before.
+        key: Key of the index.
+        data: The index.
+        deadline: The save's; kept with the index, so that no collector takes it before.
 
     Raises:
         StorageError: The store failed, or keeps something of another size.
     """
-    store.put(key, text, content_type="application/json", metadata=save_metadata(deadline))
+    store.put(key, data, content_type="application/octet-stream", metadata=save_metadata(deadline))
     kept = store.head(key).size
-    if kept != len(text):
+    if kept != len(data):
         raise StorageError(
-            f"the store acknowledged the manifest of {len(text)} bytes and keeps {kept}; nothing was committed"
+            f"the store acknowledged the index of {len(data)} bytes and keeps {kept}; nothing was committed"
         ).with_context(operation="PutObject", bucket=store.bucket, key=key)
 
 
@@ -189,6 +189,7 @@ def commit(
     body: bytes,
     *,
     write_id: str,
+    index_sha256: str,
     observed: Observed,
     conditions: Conditions | None,
     deadline: Deadline,
@@ -201,6 +202,7 @@ def commit(
         key: Key of the record.
         body: The record.
         write_id: This save's id.
+        index_sha256: Of this save's index, in hex.
         observed: What the save saw at its beginning.
         conditions: What the store honours; ``None`` commits unconditionally.
         deadline: Past it nothing is committed any more.
@@ -233,7 +235,7 @@ def commit(
                 key,
                 body,
                 content_type="application/octet-stream",
-                metadata={WRITE_ID_FIELD: write_id},
+                metadata={WRITE_ID_FIELD: write_id, INDEX_FIELD: index_sha256},
                 if_match=if_match,
                 if_none_match=if_none_match,
                 retry=False,
@@ -373,7 +375,7 @@ def confirm(store: ControlStore, key: str, size: int, *, write_id: str, observed
 
 
 def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed) -> int:
-    """Delete what the manifest of the replaced record names, then that manifest. Best effort: never raises.
+    """Delete what the index of the replaced record names, then that index. Best effort: never raises.
 
     Only of a record whose PUT had a condition: one without, that was repeated and is still on its way, may put the replaced
     record back, and that needs what it names. ``gc`` deletes it later, when the PUT's signature is too old.
@@ -383,20 +385,20 @@ def delete_replaced(store: ControlStore, url: CheckpointUrl, observed: Observed)
     """
     if observed.write_id is None:
         return 0
-    name = url.key(manifest_name(observed.write_id))
+    name = url.key(index_name(observed.write_id))
     try:
-        manifest = Manifest.from_json(store.get(name).body, source=name)
+        index = Index.from_bytes(store.get(name).body, source=name)
     except DcpS3Error as error:
         _log.warning(
-            "the replaced checkpoint's manifest %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error
+            "the replaced checkpoint's index %s cannot be read; its objects are left to dcp-s3 gc: %s", name, error
         )
         return 0
-    if not manifest.conditional:
+    if not index.conditional:
         _log.info(
             "the record that %s has replaced was written without a condition: its objects are left to dcp-s3 gc", url
         )
         return 0
-    keys = [url.key(entry.key) for entry in manifest.objects]
+    keys = [url.key(entry.key) for entry in index.objects]
     failures = sum(call_all(lambda key: _delete(store, key), keys))
     return failures + (_delete(store, name) if not failures else 0)
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+
 from dcp_s3._checkpoint.format.agreement import Place
-from dcp_s3._checkpoint.format.manifest import ObjectEntry
-from dcp_s3.errors import DcpS3Error
+from dcp_s3._checkpoint.format.index import ObjectEntry, Ragged
+from dcp_s3.errors import ConfigError, DcpS3Error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+    from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
 
+    from dcp_s3._checkpoint.format.index import Numbers
     from dcp_s3._checkpoint.format.layout import CheckpointUrl
     from dcp_s3._transfer.upload import ObjectReceipt
 
@@ -46,48 +53,121 @@ def without_places(plans: Sequence[SavePlan]) -> list[SavePlan]:
     ]
 
 
-def attach(results: Sequence[WriteResult], receipts: Sequence[ObjectReceipt], url: CheckpointUrl) -> None:
-    """Send URL and receipts to the coordinator with the first result; see :func:`take_urls` and :func:`take_entries`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """One record that a rank has written.
+
+    Attributes:
+        info: Where it lies, as stock readers need it.
+        raw_offset: Where the raw tensor bytes begin in it; ``NOWHERE`` if it has none.
+        crc32c: CRC32C of each 4 MiB of them, or of the record: little-endian uint32.
+        dtype: Of the tensor that was written; a cached plan, and its metadata, know an earlier save's.
+    """
+
+    info: _StorageInfo
+    raw_offset: int
+    crc32c: bytes
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankReport:
+    """What a rank tells the coordinator beside its write results, in their order.
+
+    Attributes:
+        url: Where it has saved to.
+        objects: What it has written.
+        raw_offsets: See :class:`Written`.
+        crc32c: For each result, the CRCs.
+        dtypes: For each result.
+    """
+
+    url: str
+    objects: tuple[ObjectEntry, ...]
+    raw_offsets: Numbers
+    crc32c: Ragged
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+@dataclass
+class _Reported(_StorageInfo):
+    """The first of a rank's results carries its report: nothing else of a rank's own reaches the coordinator."""
+
+    report: RankReport | None = None
+
+
+def results_of(
+    indexes: Sequence[MetadataIndex], written: Sequence[Written], receipts: Sequence[ObjectReceipt], url: CheckpointUrl
+) -> list[WriteResult]:
+    """What a rank hands to DCP; see :func:`take_reports`.
 
     Args:
-        results: One rank's; without any, nothing is sent.
+        indexes: Of its items.
+        written: What they became.
         receipts: Of the objects that it has written.
         url: The checkpoint.
     """
+    results = [
+        WriteResult(index=index, size_in_bytes=one.info.length, storage_data=one.info)
+        for index, one in zip(indexes, written, strict=True)
+    ]
     if results:
         prefix = len(url.key(""))
-        results[0].storage_data.__dict__["url"] = str(url)
-        results[0].storage_data.__dict__["objects"] = [
-            (receipt.key[prefix:], receipt.size, receipt.etag, receipt.part_bytes, receipt.crc32c)
-            for receipt in receipts
-        ]
+        report = RankReport(
+            url=str(url),
+            objects=tuple(
+                ObjectEntry(
+                    key=receipt.key[prefix:],
+                    size=receipt.size,
+                    etag=receipt.etag,
+                    part_bytes=receipt.part_bytes,
+                    crc32c=receipt.crc32c,
+                )
+                for receipt in receipts
+            ),
+            raw_offsets=np.array([one.raw_offset for one in written], np.int32),
+            crc32c=Ragged(
+                np.frombuffer(b"".join(one.crc32c for one in written), "<u4"),
+                np.array([len(one.crc32c) // 4 for one in written], np.uint32),
+            ),
+            dtypes=tuple(one.dtype for one in written),
+        )
+        first = written[0].info
+        results[0] = dataclasses.replace(
+            results[0], storage_data=_Reported(first.relative_path, first.offset, first.length, report=report)
+        )
+    return results
 
 
-def take_urls(results: Sequence[Sequence[WriteResult]]) -> list[tuple[int, str]]:
-    """Where the ranks have saved to, but for those that had nothing to write.
+def take_reports(results: Sequence[Sequence[WriteResult]]) -> list[RankReport | None]:
+    """The ranks' reports; ``None`` of a rank that had nothing to write.
 
     Args:
-        results: All ranks'; what is taken is no longer in them.
+        results: All ranks'.
 
-    Returns:
-        Ranks and URLs.
+    Raises:
+        ConfigError: These are not the results of :func:`results_of`.
     """
-    taken = [(rank, mine[0].storage_data.__dict__.pop("url", None)) for rank, mine in enumerate(results) if mine]
-    return [(rank, url) for rank, url in taken if url is not None]
+    reports = []
+    for rank, mine in enumerate(results):
+        first = mine[0].storage_data if mine else None
+        report = first.report if isinstance(first, _Reported) else None
+        if mine and (report is None or len(report.dtypes) != len(mine)):
+            raise ConfigError(
+                f"the results of rank {rank} are not those that its S3StorageWriter returned: something between writer and "
+                "coordinator has changed them, so nothing was committed"
+            )
+        reports.append(report)
+    return reports
 
 
-def take_entries(results: Sequence[Sequence[WriteResult]]) -> tuple[ObjectEntry, ...]:
-    """The objects that the ranks have written, in the order of their keys.
-
-    Args:
-        results: All ranks'; what is taken is no longer in them.
-    """
-    found = []
-    for one_rank in results:
-        if one_rank:
-            for key, size, etag, part_bytes, crcs in one_rank[0].storage_data.__dict__.pop("objects", ()):
-                found.append(ObjectEntry(key=key, size=size, etag=etag, part_bytes=part_bytes, crc32c=crcs))
-    return tuple(sorted(found, key=lambda entry: entry.key))
+def plain_infos(results: Sequence[Sequence[WriteResult]]) -> list[_StorageInfo]:
+    """Where all records lie, without the reports."""
+    return [
+        _StorageInfo(info.relative_path, info.offset, info.length) if isinstance(info, _Reported) else info
+        for one_rank in results
+        for info in (result.storage_data for result in one_rank)
+    ]
 
 
 def portable(error: BaseException, rank: int) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,9 @@ from dcp_s3._checkpoint.archive.tensor_archive import (
     storage_alignment,
     to_contiguous_cpu,
 )
+from dcp_s3._checkpoint.format.index import NOWHERE
 from dcp_s3._checkpoint.format.layout import data_key
+from dcp_s3._checkpoint.save.results import Written
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, combine, crc32c
 from dcp_s3._transfer.upload import ObjectReceipt, ObjectUpload
 from dcp_s3.errors import ConfigError
@@ -141,7 +144,7 @@ class ShardWriter:
         self._used = 0
         self.size = 0
 
-    def write_tensor(self, tensor: torch.Tensor) -> _StorageInfo:
+    def write_tensor(self, tensor: torch.Tensor) -> Written:
         """Write one tensor's record.
 
         Args:
@@ -171,9 +174,9 @@ class ShardWriter:
                 self._append(view, grid, copied=copied)
             self._join(frame.tail)
             crcs = grid.packed()
-        return self._info(start, len(frame.head), crcs)
+        return self._written(start, len(frame.head), crcs)
 
-    def write_bytes(self, data: memoryview) -> _StorageInfo:
+    def write_bytes(self, data: memoryview) -> Written:
         """Write a record that is a sequence of bytes to us.
 
         Args:
@@ -193,7 +196,7 @@ class ShardWriter:
             self._flush()
             upload.reserve(len(data))  # whoever made the bytes made them for us
             self._append(data, grid, copied=True)
-        return self._info(start, None, grid.packed())
+        return self._written(start, None, grid.packed())
 
     def finish(self) -> list[ObjectReceipt]:
         """Complete all objects; a rank without records has none.
@@ -306,18 +309,13 @@ class ShardWriter:
         joined, self._slab, self._used = self._slab[: self._used], self._slab[self._used :], 0
         self._upload.append(joined, copied=True)
 
-    def _info(self, start: int, raw_offset: int | None, crcs: bytes) -> _StorageInfo:
+    def _written(self, start: int, raw_offset: int | None, crcs: bytes) -> Written:
         assert self._upload is not None  # noqa: S101
         info = _StorageInfo(self._name, start, self._upload.size + self._used - start)
-        if raw_offset is not None:
-            info.__dict__["raw_offset"] = raw_offset
-        info.__dict__["crc32c"] = crcs
-        return info
+        return Written(info, NOWHERE if raw_offset is None else raw_offset, crcs)
 
 
-def write_value(
-    shard: ShardWriter, fqn: str, value: torch.Tensor | io.BytesIO, loadability: Loadability
-) -> _StorageInfo:
+def write_value(shard: ShardWriter, fqn: str, value: torch.Tensor | io.BytesIO, loadability: Loadability) -> Written:
     """Write what a planner resolved an item to.
 
     Args:
@@ -338,10 +336,9 @@ def write_value(
     if value.layout is not torch.strided:  # loading copies into the template's values, which leaves it empty
         raise ConfigError(f"{fqn} is a {value.layout} tensor, which DCP cannot load back: save it dense")
     if is_raw(value.detach()):
-        info = shard.write_tensor(value)
+        written = shard.write_tensor(value)
     else:
         record = memoryview(opaque(value))
         loadability.look(fqn, record)
-        info = shard.write_bytes(record)
-    info.__dict__["dtype"] = value.dtype  # a cached plan, and its metadata, know an earlier save's
-    return info
+        written = shard.write_bytes(record)
+    return dataclasses.replace(written, dtype=value.dtype)

@@ -261,7 +261,7 @@ class ControlStore:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
         body: bytes = reply["Body"]
-        if is_page(body) and (byte_range is None or not reply.get("ETag")):  # no record and no manifest
+        if is_page(body) and (byte_range is None or not reply.get("ETag")):  # no record and no index
             raise not_s3(200, body).with_context(rank=self._rank, operation="GetObject", bucket=self.bucket, key=key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
             body = body[byte_range[0] : byte_range[1]]

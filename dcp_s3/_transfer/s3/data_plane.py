@@ -298,7 +298,7 @@ class DataPlane:
     def _turn_checksums_off(self, error: StorageError) -> bool:
         if self.config.checksum != "auto" or not is_refused_as_unknown(error):
             return False
-        _log.info("the store refuses checksum headers (%s); the manifest's own checksums stay", error.code)
+        _log.info("the store refuses checksum headers (%s); the index's own checksums stay", error.code)
         self.learnt.sends_checksums = False
         return True
 

@@ -66,7 +66,7 @@ def conditions_of(store: ControlStore, key: str) -> Conditions:
 
     Args:
         store: The bucket.
-        key: An object that this process owns and will write anyway (a save's manifest): the probe leaves a two-byte
+        key: An object that this process owns and will write anyway (a save's index): the probe leaves a two-byte
             object there, so that no other permission than PutObject is needed and nothing has to be cleaned up.
 
     Raises:
