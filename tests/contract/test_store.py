@@ -114,10 +114,10 @@ class TestEveryStore:
         self, store: ControlStore, bucket: Bucket, endpoint: Endpoint
     ) -> None:
         """The probe finds the form of ETag that If-Match understands here; in it only the ETag that is there replaces."""
-        conditions = conditions_of(store, bucket.key("manifest"))
+        conditions = conditions_of(store, bucket.key("index"))
         known = {"scripted": "quoted", "seaweedfs": "quoted", "ceph_rgw": "bare"}
         assert conditions == Conditions(True, known.get(endpoint.name, conditions.replace))
-        assert bucket.get("manifest") == b"{}"  # all that the probe leaves, at a key that the caller owns
+        assert bucket.get("index") == b"{}"  # all that the probe leaves, at a key that the caller owns
 
         key = bucket.key("record")
         seen = store.put(key, b"old", content_type=JSON)
@@ -240,9 +240,9 @@ def test_the_probe_tells_stores_apart(faults: FaultServer, settings: dict[str, A
     """What a store does with conditional PUTs is found out with PutObject alone, once, and leaves one object of two bytes."""
     faults.configure(**settings)
     store = _store(faults)
-    assert conditions_of(store, "run/manifest") == expected
+    assert conditions_of(store, "run/index") == expected
     assert {record.operation for record in faults.log} == {"PutObject"}
-    assert {key: item["size"] for key, item in faults.objects().items()} == {"run/manifest": 2}
+    assert {key: item["size"] for key, item in faults.objects().items()} == {"run/index": 2}
     asked = len(faults.log)
     assert conditions_of(store, "run/other") == expected
     assert len(faults.log) == asked
@@ -253,20 +253,20 @@ def test_a_probe_that_fails_is_no_answer(faults: FaultServer) -> None:
     store = _store(faults)
     faults.go_offline()
     with pytest.raises(StorageUnavailableError):
-        conditions_of(store, "run/manifest")
+        conditions_of(store, "run/index")
     faults.go_online()
-    assert conditions_of(store, "run/manifest") == Conditions(True, "quoted")
+    assert conditions_of(store, "run/index") == Conditions(True, "quoted")
 
 
 def test_one_probe_for_many_saves(faults: FaultServer) -> None:
-    """Eight saves that ask at once, each for a manifest of its own, wait for one probe and hear the same."""
+    """Eight saves that ask at once, each for an index of its own, wait for one probe and hear the same."""
     store = _store(faults)
     start = threading.Barrier(8)
     gate = faults.hold("PutObject", nth=1)
 
     def ask(number: int) -> Conditions:
         start.wait(timeout=20)
-        return conditions_of(store, f"run/manifest-{number}")
+        return conditions_of(store, f"run/index-{number}")
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(ask, number) for number in range(8)]
@@ -284,10 +284,10 @@ def test_a_probe_that_hangs_holds_up_no_other_store(faults: FaultServer) -> None
     """While the probe of one store gets no answer, that of another is made; the first goes on when its store does."""
     gate = faults.hold("PutObject", nth=1)
     with FaultServer() as other, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        hanging = pool.submit(conditions_of, _store(faults), "run/manifest")
+        hanging = pool.submit(conditions_of, _store(faults), "run/index")
         try:
             gate.wait_arrived()
-            asked = pool.submit(conditions_of, _store(other), "run/manifest")
+            asked = pool.submit(conditions_of, _store(other), "run/index")
             assert asked.result(timeout=20) == Conditions(True, "quoted")
             assert not hanging.done()
         finally:

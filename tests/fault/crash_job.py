@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CheckpointNotFoundError, S3StorageReader, collect_garbage
-from dcp_s3._checkpoint.format.layout import manifest_name
-from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.format.index import Index
+from dcp_s3._checkpoint.format.layout import index_name
 from tests.fault.crash_rank import ELEMENTS, RANKS, config_for, save_rank, state_of
 from tests.fault.server import Action, FaultServerProcess, GateHandle, Record, reset
 from tests.support.ranks import RankTimeout, run_ranks
@@ -219,14 +219,14 @@ class Job:
         return [u["key"] for u in self.server.uploads().values() if u["key"].startswith(f"{self.prefix}/")]
 
     def live(self) -> set[str]:
-        """Keys of the live checkpoint, by its own manifest."""
+        """Keys of the live checkpoint, by its own index."""
         prefix = self.prefix
         record = self.server.objects().get(f"{prefix}/.metadata")
         if record is None:
             return set()
-        name = f"{prefix}/{manifest_name(record['headers']['x-amz-meta-dcp-s3-write-id'])}"
-        manifest = Manifest.from_json(self.server.read(name), source=name)
-        return {f"{prefix}/.metadata", name, *(f"{prefix}/{entry.key}" for entry in manifest.objects)}
+        name = f"{prefix}/{index_name(record['headers']['x-amz-meta-dcp-s3-write-id'])}"
+        index = Index.from_bytes(self.server.read(name), source=name)
+        return {f"{prefix}/.metadata", name, *(f"{prefix}/{entry.key}" for entry in index.objects)}
 
 
 def gone(processes: Iterable[psutil.Process]) -> None:

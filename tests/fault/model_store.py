@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from dcp_s3 import RetryPolicy, S3Config, StorageError, StorageUnavailableError
+from dcp_s3._checkpoint.format.index import Index
 from dcp_s3._checkpoint.format.layout import CheckpointUrl
-from dcp_s3._checkpoint.format.manifest import Manifest
 from dcp_s3._transfer.limits.retry import Deadline
 from dcp_s3._transfer.s3.control_store import Fetched, ObjectInfo, UploadInfo
 
@@ -80,15 +80,15 @@ class World:
         record = self.objects.get(RECORD)
         if record is None:
             return set()
-        name = URL.key(f"manifest-{record.metadata['dcp-s3-write-id']}.json")
+        name = URL.key(f"index-{record.metadata['dcp-s3-write-id']}.safetensors.gz")
         assert name in self.objects, f"the live record has lost {name}"
-        manifest = Manifest.from_json(self.objects[name].body, source=name)
-        assert manifest.describes(record.body)
-        for entry in manifest.objects:
+        index = Index.from_bytes(self.objects[name].body, source=name)
+        assert index.describes(record.body)
+        for entry in index.objects:
             stored = self.objects.get(URL.key(entry.key))
             assert stored is not None, f"the live record has lost {entry.key}"
             assert (stored.etag, len(stored.body)) == (entry.etag, entry.size)
-        return {RECORD, name, *(URL.key(entry.key) for entry in manifest.objects)}
+        return {RECORD, name, *(URL.key(entry.key) for entry in index.objects)}
 
 
 class Actor:

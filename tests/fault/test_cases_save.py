@@ -94,7 +94,7 @@ def test_a_producer_that_raises(s3: FaultServer, strides: str):
     s3.wait_for("AbortMultipartUpload")
     assert len(s3.requests("AbortMultipartUpload")) == 1
     assert s3.requests("CompleteMultipartUpload") == []
-    assert [key for key in s3.objects() if "manifest" not in key] == []
+    assert [key for key in s3.objects() if "index" not in key] == []
     assert (s3.uploads(), held()) == ({}, 0)
 
 
@@ -162,11 +162,11 @@ def test_failed_saves_give_their_memory_back(plain_s3: FaultServer, strides: str
 
 
 def test_empty_things(s3: FaultServer):
-    """A scalar and two empty tensors: one PUT each for data, manifest and record, and not one GET for what is empty."""
+    """A scalar and two empty tensors: one PUT each for data, index and record, and not one GET for what is empty."""
     state = {"s": torch.tensor(3.5), "e": torch.empty(0, 3), "z": torch.empty(0)}
     save(s3, state, conditional_commit="off")
     puts = [r.key.split("/")[1].split("-")[0] for r in s3.requests("PutObject")]
-    assert puts == ["data", "manifest", ".metadata"]
+    assert puts == ["data", "index", ".metadata"]
     assert not [r for r in s3.log if r.operation in ("CreateMultipartUpload", "UploadPart")]
     s3.clear(state=False)
     loaded = load(s3, {"s": torch.tensor(0.0), "e": torch.ones(0, 3), "z": torch.ones(0)})
@@ -179,7 +179,7 @@ def test_empty_things(s3: FaultServer):
 
 
 def test_one_tensor_of_many(plain_s3: FaultServer):
-    """Asking for one tensor of 100 reads that tensor's bytes, record and manifest, and nothing else."""
+    """Asking for one tensor of 100 reads that tensor's bytes, record and index, and nothing else."""
     save(plain_s3, {f"t{n}": torch.full((50_000,), float(n)) for n in range(100)})
     plain_s3.clear(state=False)
     loaded = load(plain_s3, {"t77": torch.zeros(50_000)})

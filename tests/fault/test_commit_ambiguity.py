@@ -32,8 +32,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "part": {"operation": "UploadPart", "part": 2},
     "complete": {"operation": "CompleteMultipartUpload"},
     "head": {"operation": "HeadObject", "key": "/data/"},
-    "probe": {"operation": "PutObject", "key": "/manifest-", "nth": 2},
-    "manifest": {"operation": "PutObject", "key": "/manifest-"},
+    "probe": {"operation": "PutObject", "key": "/index-", "nth": 2},
+    "index": {"operation": "PutObject", "key": "/index-"},
     "record": {"operation": "PutObject", "key": RECORD},
 }
 PROBES = {"honour": 4, "refuse": 3, "ignore": 3}
@@ -90,10 +90,10 @@ def collect(s3: FaultServer, *, age_s: float, margin_s: float = DEADLINE_S + SLA
 
 
 def assert_nothing_else(s3: FaultServer, age_s: float = 2000.0) -> None:
-    """After a garbage collection past the margin the bucket holds a record, its manifest, its data object, no upload."""
+    """After a garbage collection past the margin the bucket holds a record, its index, its data object, no upload."""
     collect(s3, age_s=age_s)
     kinds = sorted(key.split("/")[1].split("-")[0] for key in s3.objects())
-    assert kinds == [".metadata", "data", "manifest"]
+    assert kinds == [".metadata", "data", "index"]
     assert s3.uploads() == {}
 
 
@@ -113,7 +113,7 @@ def test_a_lost_reply(plain_s3: FaultServer, step: str, how: str, conditions: st
     plain_s3.configure(conditional_put=conditions, conditional_complete=conditions, complete_again=again)
     assert save(plain_s3, 10) is None
     probe._known.clear()
-    match = STEPS[step] | ({"nth": PROBES[conditions] + 1} if step == "manifest" else {})
+    match = STEPS[step] | ({"nth": PROBES[conditions] + 1} if step == "index" else {})
     rule = plain_s3.on(action=HOW[how], **({"nth": 1} | match))
     assert save(plain_s3, 20) is None
     assert rule.fired == 1

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dcp_s3 import CommitConflictError, StorageUnavailableError
 from dcp_s3._checkpoint.care import garbage, inventory
-from dcp_s3._checkpoint.format.layout import data_key, manifest_name
-from dcp_s3._checkpoint.format.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.format.index import Index, ObjectEntry
+from dcp_s3._checkpoint.format.layout import data_key, index_name
 from dcp_s3._checkpoint.save import commit as commit_module
 from dcp_s3._checkpoint.save.commit import commit, delete_replaced, observe
 from dcp_s3._transfer.checksum import crc32c
@@ -49,7 +49,7 @@ class Save:
         self._world.seen[self.write_id] = observed.etag
         entries = tuple(self._data(client, rank) for rank in range(RANKS))
         body = f"the record of {self.write_id}".encode()
-        manifest = Manifest(
+        index = Index(
             write_id=self.write_id,
             record=".metadata",
             metadata_sha256=hashlib.sha256(body).hexdigest(),
@@ -60,7 +60,7 @@ class Save:
             objects=entries,
             conditional=True,  # or so a defect that sends none would say
         )
-        client.put(URL.key(manifest_name(self.write_id)), manifest.to_json(), content_type="application/json")
+        client.put(URL.key(index_name(self.write_id)), index.to_bytes(), content_type="application/json")
         commit(
             client,
             RECORD,
@@ -242,7 +242,7 @@ class Impatient(Commits):
 def test_the_model_finds_a_planted_defect(planted: type[Commits]):
     """Without the condition, or without the margin, a run is found that breaks a rule: the model can fail."""
     settings = hypothesis.settings(SETTINGS, max_examples=20_000, database=None, phases=[hypothesis.Phase.generate])
-    # the last: a save that finds its own manifest collected
+    # the last: a save that finds its own index collected
     with pytest.raises(AssertionError, match=r"had not seen|has lost|is live|no such key"):
         run_state_machine_as_test(
             hypothesis.seed(2)(planted), settings=settings

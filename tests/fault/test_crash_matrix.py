@@ -31,9 +31,9 @@ COUNTS = {
     (1, "HeadObject"): 1,
 }
 """How many requests of each operation a rank sends to replace the checkpoint."""
-MANIFEST, RECORD = Point(0, "PutObject", 5), Point(0, "PutObject", 6)
+INDEX, RECORD = Point(0, "PutObject", 5), Point(0, "PutObject", 6)
 CLEARING = {Point(0, "HeadObject", 4), Point(0, "GetObject", 2), *(Point(0, "DeleteObject", n) for n in (1, 2, 3))}
-"""Behind the commit: the record is looked at, the replaced checkpoint's manifest is read, and what it names is deleted."""
+"""Behind the commit: the record is looked at, the replaced checkpoint's index is read, and what it names is deleted."""
 LOOK = Point(0, "GetObject", 1)
 """At the record, before the save: denied, it counts as "there may be none", and it is the commit that meets the one that is there."""
 OTHER = Point(0, "HeadObject", 1)
@@ -43,9 +43,9 @@ ALL = [Point(rank, operation, n + 1) for (rank, operation), count in COUNTS.item
 OF_EACH_KIND = [
     point
     for point in ALL
-    if point.ordinal == 1 or point.operation in ("HeadObject", "GetObject") or point in (MANIFEST, RECORD)
+    if point.ordinal == 1 or point.operation in ("HeadObject", "GetObject") or point in (INDEX, RECORD)
 ]
-"""HEAD 3 looks at the manifest, HEAD 4 at the record, PUT 1 begins the probe of the store's conditions."""
+"""HEAD 3 looks at the index, HEAD 4 at the record, PUT 1 begins the probe of the store's conditions."""
 POINTS = ALL if FULL else OF_EACH_KIND
 
 Trial = tuple[Point, str, str]
@@ -57,7 +57,7 @@ else:  # the choices of victims in turn: a period of four against three stages
     KILLS = [(point, stage, who) for (point, stage), who in turns]
 FIRST: list[Trial] = [
     (point, stage, "job")
-    for point in (POINTS if FULL else [Point(1, "UploadPart", 2), MANIFEST, RECORD])
+    for point in (POINTS if FULL else [Point(1, "UploadPart", 2), INDEX, RECORD])
     if point not in CLEARING
     for stage in (STAGES if FULL or point == RECORD else ("reply",))
 ]
@@ -189,7 +189,7 @@ def test_one_request_fails(replacing: Job, point: Point):
     assert (replacing.value != before) is (point in CLEARING or point == OTHER)
 
 
-@pytest.mark.parametrize("point", POINTS if FULL else [Point(1, "UploadPart", 1), MANIFEST], ids=name_of)
+@pytest.mark.parametrize("point", POINTS if FULL else [Point(1, "UploadPart", 1), INDEX], ids=name_of)
 def test_a_kind_of_request_fails_for_ever(replacing: Job, point: Point):
     """503 to a rank's requests of one kind from here on: the retries end, every rank raises within the deadline, nothing is lost."""
     before = replacing.value

@@ -49,15 +49,17 @@ def _stretch(metadata: Any, fqn: str, length: int) -> None:
 
 
 def _forge(s3: Handle, change: Callable[[Any], None]) -> None:
-    """Change the record, and make the manifest agree with it: the attacker can write both."""
-    metadata = record_format.loads(s3.read("run/.metadata"), source="here")
+    """Change the record, and make the index agree with it: the attacker can write both."""
+    (name,) = [key for key in s3.objects("run/") if "index" in key]
+    index = Index.from_bytes(s3.read(name), source="here")
+    metadata = metadata_of(index)
+    metadata.planner_data = dict(metadata.planner_data)
     change(metadata)
-    body = pickle.dumps(metadata, protocol=4)
-    (name,) = [key for key in s3.objects("run/") if "manifest" in key]
-    manifest = json.loads(s3.read(name))
-    manifest["metadata_sha256"], manifest["metadata_bytes"] = hashlib.sha256(body).hexdigest(), len(body)
-    s3.put(name, json.dumps(manifest).encode())
-    s3.put("run/.metadata", body)
+    record, forged = in_two(metadata, index.objects)
+    packed = forged.to_bytes()
+    s3.put(name, packed)
+    told = {"dcp-s3-write-id": index.write_id, "dcp-s3-index-sha256": hashlib.sha256(packed).hexdigest()}
+    s3.put("run/.metadata", record, metadata=told)
 
 
 def _put_record(s3: Handle, fqn: str, record: bytes) -> None:
@@ -126,7 +128,7 @@ def test_places_that_cannot_be(plain_s3: FaultServer, lie: str):
     assert "s3://bucket/run" in str(failed)
     assert {record.key.split("-")[0] for record in plain_s3.log} <= {
         "run/.metadata",
-        "run/manifest",
+        "run/index",
         "run/__0.metadata",
     }
 

@@ -1,4 +1,4 @@
-"""The parsers of record, manifest, archive and object on damaged inputs: a value or one of our errors, and nothing else.
+"""The parsers of record, index, archive and object on damaged inputs: a value or one of our errors, and nothing else.
 
 ``DCP_S3_TEST_FULL=1`` tries many more; ``scripts/soak`` goes on for as long as it is told.
 """

@@ -36,10 +36,10 @@ BIG = 3_000_000
 WHAT = {
     "part": ("UploadPart", "/data/", BIG),
     "object": ("PutObject", "/data/", 1000),
-    "manifest": ("PutObject", "manifest", 1000),
+    "index": ("PutObject", "index", 1000),
     "record": ("PutObject", r"\.metadata$", 1000),
 }
-SEEN_BEFORE_COMMIT = {(what, damage) for what in ("part", "object", "manifest") for damage in ("truncate", "lose")}
+SEEN_BEFORE_COMMIT = {(what, damage) for what in ("part", "object", "index") for damage in ("truncate", "lose")}
 """HEAD shows the size of what lies there before the commit."""
 SEEN_BEFORE_DELETION = {("record", "truncate"), ("record", "lose")}
 """HEAD shows it before anything of the replaced checkpoint is deleted."""
@@ -68,7 +68,7 @@ def _finds(s3: FaultServer, *, deep: bool = True) -> tuple[str, ...]:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "lose"])
 @pytest.mark.parametrize("what", WHAT)
 def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, damage: str, allowed: set[str]):
-    """The store acknowledges a part, an object, the manifest or the record, and flips a bit of it, cuts it, or loses it. Where
+    """The store acknowledges a part, an object, the index or the record, and flips a bit of it, cuts it, or loses it. Where
     the size shows it nothing is committed, and the checkpoint before is whole; else the load and `verify` both say so.
     """
     allowed.add("open-upload")
@@ -78,7 +78,7 @@ def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, dam
     assert _save(plain_s3, before) is None
     rule = plain_s3.on(
         operation,
-        _damage(damage, {"part": 3000, "object": 3000, "manifest": 190, "record": 300}[what]),
+        _damage(damage, {"part": 3000, "object": 3000, "index": 190, "record": 300}[what]),
         key=key,
         times=1,
     )
@@ -88,7 +88,7 @@ def test_a_store_that_keeps_something_else(plain_s3: FaultServer, what: str, dam
     if (what, damage) in SEEN_BEFORE_COMMIT:
         assert isinstance(failed, DcpS3Error), failed
         assert failed.key is not None
-        assert ("manifest" if what == "manifest" else "/data/") in failed.key
+        assert ("index" if what == "index" else "/data/") in failed.key
         template = {"w": torch.zeros(10)}
         assert _load(plain_s3, template) is None
         assert torch.equal(template["w"], before["w"])
@@ -178,7 +178,7 @@ def test_verify_needs_no_torch(plain_s3: FaultServer):
     """The tool finds each damage of each kind of object that a committed checkpoint has, in a process that never imports torch."""
     state = {"w": torch.arange(BIG, dtype=torch.float32)}
     cases = {}
-    for what in ("/data/", "manifest-", ".metadata"):
+    for what in ("/data/", "index-", ".metadata"):
         for damage, spoil in LATER.items():
             if what == ".metadata" and damage in ("empty", "delete"):
                 continue  # then there is no checkpoint

@@ -166,7 +166,7 @@ def test_many_saves_hold_nothing(failing_store: FaultServerProcess, record_prope
     found = list_checkpoints("s3://bucket/run", config=config)
     assert [info.state for info in found] == ["committed", "committed"]
     assert all(verify(info.url, deep=True, config=config).ok for info in found)
-    expected = sum(info.objects + 2 for info in found)  # and the record, and the manifest
+    expected = sum(info.objects + 2 for info in found)  # and the record, and the index
     assert len(failing_store.objects("run/")) == expected
 
 

@@ -133,7 +133,7 @@ def test_a_save_in_flight_is_waited_for(s3: FaultServer, how: str):
         assert "the save of" not in done.stderr
     else:
         assert done.stderr == ""
-    assert sorted(key.split("/")[1].split("-")[0] for key in s3.objects()) == [".metadata", "data", "manifest"]
+    assert sorted(key.split("/")[1].split("-")[0] for key in s3.objects()) == [".metadata", "data", "index"]
     assert len(s3.requests("PutObject", key=r"\.metadata$")) == 2
     assert s3.uploads() == {}
 
@@ -176,7 +176,7 @@ def test_the_wait_is_bounded_and_the_failure_told(s3: FaultServer):
 STEPS = {
     "the record is not readable": ("GetObject", r"\.metadata$"),
     "a part is refused": ("UploadPart", "/data/"),
-    "the manifest is refused": ("PutObject", "manifest"),
+    "the index is refused": ("PutObject", "index"),
     "the commit is refused": ("PutObject", r"\.metadata$"),
 }
 

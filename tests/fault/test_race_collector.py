@@ -35,10 +35,10 @@ PAUSES: dict[str, dict[str, Any]] = {
     "a-part": {"operation": "UploadPart", "part": 2},
     "before-complete": {"operation": "CompleteMultipartUpload"},
     "behind-complete": {"operation": "CompleteMultipartUpload", "at": "reply"},
-    "behind-the-manifest": {"operation": "PutObject", "key": "manifest-", "at": "reply", "nth": 5},
+    "behind-the-index": {"operation": "PutObject", "key": "index-", "at": "reply", "nth": 5},
     "the-record": {"operation": "PutObject", "key": r"\.metadata$"},
 }
-"""Where a save sleeps. The manifest is put behind four probes of the store's conditions under the same key."""
+"""Where a save sleeps. The index is put behind four probes of the store's conditions under the same key."""
 
 
 def state_of(value: int) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ def test_a_paused_save_within_the_margin(plain_s3: FaultServer, pause: str):
     """What a save that can still commit has written is not collected, nor is its upload aborted; it commits and loads."""
     assert save(plain_s3, 10) is None
     gate = plain_s3.hold(**PAUSES[pause])
-    if pause == "behind-the-manifest":  # this process knows the store's conditions by now: no probe
+    if pause == "behind-the-index":  # this process knows the store's conditions by now: no probe
         plain_s3.clear(log=False, state=False)
         gate = plain_s3.hold(**{**PAUSES[pause], "nth": 1})
     with ThreadPoolExecutor(1) as pool:
@@ -104,7 +104,7 @@ def test_a_save_that_slept_past_its_deadline(
     allowed.add("parts-in-flight")  # the collector aborts the upload whose part sleeps
     assert save(plain_s3, 10) is None
     plain_s3.clear(state=False)
-    gate = plain_s3.hold(**{**PAUSES[pause], **({"nth": 1} if pause == "behind-the-manifest" else {})})
+    gate = plain_s3.hold(**{**PAUSES[pause], **({"nth": 1} if pause == "behind-the-index" else {})})
     now = retry._now
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save, plain_s3, 20)
@@ -113,7 +113,7 @@ def test_a_save_that_slept_past_its_deadline(
             monkeypatch.setattr(retry, "_now", lambda: now() + MARGIN_S + 60)
             plain_s3.configure(clock_offset_s=MARGIN_S + 60)
             report = collect(plain_s3)
-            assert len(report.removed) == {"behind-complete": 1, "behind-the-manifest": 2}.get(pause, 0)
+            assert len(report.removed) == {"behind-complete": 1, "behind-the-index": 2}.get(pause, 0)
             assert len(report.aborted) == (0 if report.removed else 1)
             assert report.live == 2
         finally:
@@ -165,7 +165,7 @@ def test_a_save_that_commits_beside_a_collection(plain_s3: FaultServer, when: st
     """A collection that sleeps between its steps while a save replaces the checkpoint takes nothing of the new one."""
     assert save(plain_s3, 10) is None
     plain_s3.put("run/data/00000000000000aa/__0_0.distcp", b"of a save that failed", age_s=2 * MARGIN_S)
-    operation, key = ("ListObjectsV2", None) if when == "listed" else ("GetObject", "manifest-")
+    operation, key = ("ListObjectsV2", None) if when == "listed" else ("GetObject", "index-")
     gate = plain_s3.hold(operation, at="reply", nth=1, **({} if key is None else {"key": key}))
     with ThreadPoolExecutor(1) as pool:
         collecting = pool.submit(collect, plain_s3)

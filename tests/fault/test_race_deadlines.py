@@ -67,7 +67,7 @@ def held(s3: FaultServer, pause: str) -> GateHandle:
     s3.clear(state=False)
     if pause == "behind the data":
         return s3.hold("CompleteMultipartUpload", at="reply")
-    return s3.hold("HeadObject", key="manifest-", at="reply", nth=1)
+    return s3.hold("HeadObject", key="index-", at="reply", nth=1)
 
 
 def begun(pool: ThreadPoolExecutor, s3: FaultServer, value: int, gate: GateHandle) -> Future[BaseException | None]:
@@ -77,7 +77,7 @@ def begun(pool: ThreadPoolExecutor, s3: FaultServer, value: int, gate: GateHandl
     return saving
 
 
-@pytest.mark.parametrize("pause", ["behind the data", "behind the manifest"])
+@pytest.mark.parametrize("pause", ["behind the data", "behind the index"])
 def test_what_a_save_may_need_is_known_to_the_collector(plain_s3: FaultServer, clock: Clock, pause: str) -> None:
     """Objects of a save that may take 6,480 s are left alone until it is over, by whatever smaller margin; it commits."""
     assert save(plain_s3, 10) is None
@@ -113,7 +113,7 @@ def test_when_its_save_is_over_it_goes(plain_s3: FaultServer, clock: Clock) -> N
     assert load(plain_s3) == 10
 
 
-@pytest.mark.parametrize("lost", ["data", "manifest"])
+@pytest.mark.parametrize("lost", ["data", "index"])
 def test_a_save_that_lost_its_objects(
     plain_s3: FaultServer, clock: Clock, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_save_that_lost_its_objects(
     assert save(plain_s3, 10) is None
     for module in (data_plane_module, commit_module):
         monkeypatch.setattr(module, "save_metadata", lambda _: {})
-    gate = held(plain_s3, "behind the manifest")
+    gate = held(plain_s3, "behind the index")
     with ThreadPoolExecutor(1) as pool:
         saving = begun(pool, plain_s3, 20, gate)
         try:
@@ -129,8 +129,8 @@ def test_a_save_that_lost_its_objects(
             if lost == "data":
                 assert len(collect(plain_s3).removed) == 2
             else:
-                (manifest,) = [key for key in plain_s3.objects() if "manifest-" in key and key not in live(plain_s3)]
-                plain_s3.delete(manifest)
+                (index,) = [key for key in plain_s3.objects() if "index-" in key and key not in live(plain_s3)]
+                plain_s3.delete(index)
         finally:
             gate.release()
         raised = saving.result(30)
@@ -167,7 +167,7 @@ def test_a_save_of_usual_length_does_not_look(plain_s3: FaultServer, clock: Cloc
     counts = []
     for age_s in (SLACK_S - 60, SLACK_S + 60):
         clock.at(0)
-        gate = held(plain_s3, "behind the manifest")
+        gate = held(plain_s3, "behind the index")
         plain_s3.clear(rules=False, state=False)
         with ThreadPoolExecutor(1) as pool:
             saving = begun(pool, plain_s3, 20, gate)

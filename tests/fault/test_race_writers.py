@@ -87,7 +87,7 @@ def load(bucket: Bucket) -> tuple[int, int]:
 
 
 def assert_nothing_else(bucket: Bucket) -> None:
-    """After a garbage collection the bucket holds one record, its manifest and one data object."""
+    """After a garbage collection the bucket holds one record, its index and one data object."""
     deadline = time.monotonic() + LIMIT_S
     while True:  # a store whose clock shows whole seconds calls an object of this second young
         report = collect_garbage(
@@ -99,7 +99,7 @@ def assert_nothing_else(bucket: Bucket) -> None:
         time.sleep(0.1)
     left = bucket.keys()
     kinds = sorted(key.partition("run/")[2].partition("/")[0].partition("-")[0] for key in left)
-    assert kinds == [".metadata", "data", "manifest"]
+    assert kinds == [".metadata", "data", "index"]
     assert bucket.uploads() == []
 
 

@@ -52,7 +52,7 @@ def test_an_overwrite_that_fails_from_any_write_on(plain_s3: FaultServer, mib: i
     assert save(plain_s3, new) is None
     count = len(plain_s3.requests(WRITES))
     data = 1 if mib == 1 else 4  # one PUT, or parts
-    assert count == data + 4 + 2  # the probe of the store's conditions, manifest, record
+    assert count == data + 4 + 2  # the probe of the store's conditions, index, record
     for k in range(1, count + 1):
         plain_s3.clear()
         assert save(plain_s3, old) is None

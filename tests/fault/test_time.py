@@ -127,13 +127,13 @@ def _save_in_trouble(rank: int, url: str, paths: list[str], settings: dict[str, 
     }
 
 
-@pytest.mark.parametrize("what", ["manifest", "record"])
+@pytest.mark.parametrize("what", ["index", "record"])
 def test_trouble_with_the_commit_reaches_every_rank(what: str):
-    """When rank 0's PUT of the manifest or of the record is refused for ever or never answered, both ranks raise the same failure
+    """When rank 0's PUT of the index or of the record is refused for ever or never answered, both ranks raise the same failure
     of rank 0, with operation and key, within the deadline and 10 s. The record's is repeated until the deadline, and its outcome is
     unknown, as the error says.
     """
-    name = r"/manifest-\w+\.json$" if what == "manifest" else r"/\.metadata$"
+    name = r"/index-\w+\.safetensors\.gz$" if what == "index" else r"/\.metadata$"
     troubles: dict[str, Action] = {"busy": error(503, "SlowDown"), "silent": never_answer()}
     settings = {
         "read_timeout_s": 0.5,
@@ -159,7 +159,7 @@ def test_trouble_with_the_commit_reaches_every_rank(what: str):
         assert (failure.rank, failure.bucket, failure.operation) == (0, "bucket", "PutObject"), (path, failure)
         assert re.search(f"^{path}{name}", str(failure.key)), (path, failure)
         assert ("commit outcome unknown" in str(failure)) is (what == "record"), (path, failure)
-        if what == "manifest":
+        if what == "index":
             assert failure.attempts == fired[path] == ATTEMPTS, (path, failure)
         else:
             assert failure.attempts - fired[path] in (0, 1), (path, failure)  # the last one may meet the deadline

@@ -25,14 +25,14 @@ SAVE = [
     ("UploadPart", ""),
     ("CompleteMultipartUpload", ""),
     ("HeadObject", r"/data/"),
-    ("PutObject", r"manifest-"),
-    ("HeadObject", r"manifest-"),
+    ("PutObject", r"index-"),
+    ("HeadObject", r"index-"),
     ("PutObject", r"\.metadata$"),
     ("HeadObject", r"\.metadata$"),
     ("GetObject", r"\.metadata$"),
     ("DeleteObject", ""),
 ]
-LOAD = [("GetObject", r"/data/"), ("GetObject", r"\.metadata$"), ("GetObject", r"manifest-")]
+LOAD = [("GetObject", r"/data/"), ("GetObject", r"\.metadata$"), ("GetObject", r"index-")]
 FORMS = {
     "aws": error(400, "ExpiredToken"),
     "sts": error(403, "ExpiredTokenException"),

@@ -105,11 +105,11 @@ def blank(value: Any) -> Any:
 def checkpoint_keys(bucket: Bucket, path: str, metadata: dcp.Metadata) -> list[str]:
     """Return what a bucket must hold for the checkpoint at a path, by the record that its save returned, sorted."""
     prefix = f"{path}/" if path else ""
-    manifest = f"{prefix}manifest-{metadata.storage_meta.save_id}.json"
-    named = [f"{prefix}{entry['key']}" for entry in json.loads(bucket.get(manifest))["objects"]]
+    index = f"{prefix}index-{metadata.storage_meta.save_id}.safetensors.gz"
+    named = [f"{prefix}{entry['key']}" for entry in json.loads(bucket.get(index))["objects"]]
     recorded = {f"{prefix}{info.relative_path}" for info in metadata.storage_data.values()}
     assert sorted(recorded) == sorted(named)
-    return sorted([f"{prefix}.metadata", manifest, *named])
+    return sorted([f"{prefix}.metadata", index, *named])
 
 
 def failure_of(outcome: Any, rank: int) -> BaseException:

@@ -277,11 +277,11 @@ def test_nothing_is_committed_past_the_deadline(faults, seen, monkeypatch):
     _save(bucket, 9, path="warm")
     before = len(faults.requests("PutObject", key=f"a/{RECORD}"))
     _set_deadline(monkeypatch, 2.0)
-    faults.on("PutObject", delay(reply_s=2.5), key="a/manifest")
+    faults.on("PutObject", delay(reply_s=2.5), key="a/index")
     late = _failed_save(bucket, 2)
     assert isinstance(late, DeadlineExceededError)
     assert "the deadline of 2 s passed" in str(late)
-    assert len(faults.requests("PutObject", key="a/manifest")) > before
+    assert len(faults.requests("PutObject", key="a/index")) > before
     assert len(faults.requests("PutObject", key=f"a/{RECORD}")) == before
     assert ("a/.metadata" in _held(faults)) == (seen is not None)
     if seen is not None:
@@ -386,7 +386,7 @@ def _three_ranks(rank, buckets):
 
 
 def test_what_a_record_names_is_there():
-    """From the first moment at which a record can be read, every object of its manifest is there with its size, though one rank's last part
+    """From the first moment at which a record can be read, every object of its index is there with its size, though one rank's last part
     is slow: polled during a first save and a replacing one, in which also the old record's objects are there as long as it is.
     """
     with FaultServerProcess() as server:
@@ -404,8 +404,8 @@ def test_what_a_record_names_is_there():
                     continue
                 write_id = record["Metadata"]["dcp-s3-write-id"]
                 try:
-                    manifest = client.get_object(Bucket=place.name, Key=f"a/manifest-{write_id}.json")
-                    entries = json.loads(manifest["Body"].read())["objects"]
+                    index = client.get_object(Bucket=place.name, Key=f"a/index-{write_id}.safetensors.gz")
+                    entries = json.loads(index["Body"].read())["objects"]
                     sizes = [
                         client.head_object(Bucket=place.name, Key=f"a/{entry['key']}")["ContentLength"]
                         for entry in entries

@@ -265,7 +265,7 @@ def test_without_collectives(bucket):
     keys = bucket.keys("local")
     assert [key for key in keys if key.endswith(".metadata")] == ["local/__0.metadata", "local/__1.metadata"]
     assert sorted(key.rsplit("/", 1)[1] for key in keys if "data/" in key) == ["__0_0.distcp", "__1_0.distcp"]
-    assert len(keys) == 6  # each one's record, manifest and object: what was replaced is gone
+    assert len(keys) == 6  # each one's record, index and object: what was replaced is gone
 
 
 def test_pickled_before_and_after_use(bucket):

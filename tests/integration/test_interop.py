@@ -150,14 +150,14 @@ def test_golden_checkpoints(bucket, name):
 
 
 def test_golden_checkpoints_are_there():
-    """Both dialects of the format are kept: ours with its manifest and CRCs, and the stock one with neither."""
+    """Both dialects of the format are kept: ours with its index and CRCs, and the stock one with neither."""
     names = [path.name for path in GOLDEN.iterdir()]
-    for kind, manifests in (("dcp_s3-", 1), ("torch-", 0)):
+    for kind, indexes in (("dcp_s3-", 1), ("torch-", 0)):
         kept = [name for name in names if name.startswith(kind)]
         assert kept
         for name in kept:
             assert (GOLDEN / name / ".metadata").is_file()
-            assert len(list((GOLDEN / name).glob("manifest-*.json"))) == manifests
+            assert len(list((GOLDEN / name).glob("index-*.json"))) == indexes
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

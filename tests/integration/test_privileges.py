@@ -60,7 +60,7 @@ def test_replacing_without_the_right_to_delete(least, caplog):
     assert len(told) == 1
     assert f"a/{data}" in told[0]
     assert "AccessDenied" in told[0]
-    # its data could not be deleted, so the manifest that names it stays for gc
+    # its data could not be deleted, so the index that names it stays for gc
     assert len(least.requests("DeleteObject")) == 1
     assert [line for line in least.violations() if "DeleteObject" not in line] == []
 
@@ -77,7 +77,7 @@ def test_two_ranks(tmp_path):
     with FaultServerProcess(allowed_operations=(*ALLOWED, "DeleteObject"), hide_missing=True) as server:
         run_ranks_ok(2, _ranks, [bucket_on(server, f"RANK{rank}") for rank in range(2)])
         assert server.violations() == []
-        assert len(server.objects("a/")) == 4  # record, manifest, an object of each rank: what was replaced is gone
+        assert len(server.objects("a/")) == 4  # record, index, an object of each rank: what was replaced is gone
 
 
 def test_a_record_that_may_not_be_read(least):

@@ -75,7 +75,7 @@ def test_neighbours_are_joined(faults):
 
 
 def test_one_tensor_of_a_thousand(faults):
-    """Asking for one tensor moves that tensor, the record and the manifest, whatever else the checkpoint holds."""
+    """Asking for one tensor moves that tensor, the record and the index, whatever else the checkpoint holds."""
     bucket = bucket_on(faults)
     state = {f"t{n:04d}": torch.full((1024,), float(n)) for n in range(1000)} | {"big": torch.rand(12 * MIB)}
     dcp.save(state, storage_writer=writer(bucket, "a"))

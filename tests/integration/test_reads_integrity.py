@@ -83,14 +83,14 @@ def test_a_flipped_byte_of_the_data(bucket):
 
 
 def test_verify_false_reads_what_is_there(bucket):
-    """verify=False loads without manifest and checksums: what is damaged then comes as it lies there."""
+    """verify=False loads without index and checksums: what is damaged then comes as it lies there."""
     state = {"big": torch.arange(MIB)}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
     info = _info(metadata, "big")
     key = f"a/{info.relative_path}"
     whole = bucket.get(key)
     bucket.put(key, _flipped(whole, info.offset + info.raw_offset + 8 * 1000))
-    bucket.delete(f"a/manifest-{metadata.storage_meta.save_id}.json")
+    bucket.delete(f"a/index-{metadata.storage_meta.save_id}.safetensors.gz")
     unchecked = S3StorageReader(bucket.url("a"), config=bucket.endpoint.config(), verify=False)
     template = blank(state)
     dcp.load(template, storage_reader=unchecked)
@@ -98,7 +98,7 @@ def test_verify_false_reads_what_is_there(bucket):
     template["big"][1000] = 1000
     assert_same(template, state)
     error = _failed_load(bucket, "a", blank(state))
-    assert "manifest of" in str(error)
+    assert "index of" in str(error)
     assert "is missing" in str(error)
 
 
@@ -124,18 +124,18 @@ def test_any_flipped_byte_of_the_record(faults):
     assert_same(load(bucket, "a", blank(state)), state)
 
 
-def test_any_flipped_byte_of_the_manifest(faults):
-    """A changed manifest is an error that names it, or changed nothing of what a load goes by: the values are never others."""
+def test_any_flipped_byte_of_the_index(faults):
+    """A changed index is an error that names it, or changed nothing of what a load goes by: the values are never others."""
     bucket = bucket_on(faults)
     state = {"w": torch.arange(5.0), "step": 7}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
-    key = f"a/manifest-{metadata.storage_meta.save_id}.json"
-    manifest = faults.read(key)
-    digest = manifest.index(json.loads(manifest)["metadata_sha256"].encode())
+    key = f"a/index-{metadata.storage_meta.save_id}.safetensors.gz"
+    index = faults.read(key)
+    digest = index.index(json.loads(index)["record_sha256"].encode())
     source = reader(bucket, "a")
     unnoticed = []
-    for at in range(len(manifest)):
-        faults.put(key, _flipped(manifest, at))
+    for at in range(len(index)):
+        faults.put(key, _flipped(index, at))
         error = _error_of(source.read_metadata)
         if error is None:
             unnoticed.append(at)
@@ -145,13 +145,13 @@ def test_any_flipped_byte_of_the_manifest(faults):
             assert isinstance(error, CorruptCheckpointError), at
             assert bucket.url("a") in str(error), at
     assert not set(unnoticed) & set(range(digest, digest + 64))
-    assert len(unnoticed) < len(manifest) / 2
-    for wrong in (b"", b"{}", manifest[:-1], manifest.replace(b'"format":1', b'"format":2')):
+    assert len(unnoticed) < len(index) / 2
+    for wrong in (b"", b"{}", index[:-1], index.replace(b'"format":1', b'"format":2')):
         faults.put(key, wrong)
         error = _failed_load(bucket, "a", blank(state))
         assert bucket.url("a") in str(error)
-    assert "manifest format 2; this version of dcp_s3 reads up to 1" in str(error)
-    faults.put(key, manifest.replace(b'"format":1', b'"format":1,"added":{"by":["a later version"]}'))
+    assert "index format 2; this version of dcp_s3 reads up to 1" in str(error)
+    faults.put(key, index.replace(b'"format":1', b'"format":1,"added":{"by":["a later version"]}'))
     assert_same(load(bucket, "a", blank(state)), state)
 
 
@@ -211,12 +211,12 @@ def test_replaced_while_it_was_read(faults):
     assert_same(load(bucket, "a", template), new)
 
 
-def test_replaced_between_record_and_manifest(faults):
-    """A save that comes between a load's GETs of record and manifest costs the load nothing: it goes on with the new one."""
+def test_replaced_between_record_and_index(faults):
+    """A save that comes between a load's GETs of record and index costs the load nothing: it goes on with the new one."""
     bucket = bucket_on(faults)
     old, new = {"w": torch.zeros(10)}, {"w": torch.ones(10)}
     dcp.save(old, storage_writer=writer(bucket, "a"))
-    gate = faults.hold("GetObject", key="manifest", nth=1)
+    gate = faults.hold("GetObject", key="index", nth=1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load, bucket, "a", blank(old), no_dist=True)
         gate.wait_arrived()

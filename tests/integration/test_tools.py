@@ -59,7 +59,7 @@ def test_real_checkpoints_are_listed(endpoint, bucket, tmp_path) -> None:
     nine, ten, stock = list_checkpoints(bucket.url("run"), config=endpoint.config())
     assert [info.url for info in (nine, ten, stock)] == [bucket.url(f"run/{n}") for n in ("step-9", "step-10", "stock")]
     assert [info.state for info in (nine, ten, stock)] == ["committed", "committed", "stock"]
-    record = json.loads(bucket.get(f"run/step-9/manifest-{nine.write_id}.json"))
+    record = json.loads(bucket.get(f"run/step-9/index-{nine.write_id}.safetensors.gz"))
     assert nine.bytes == record["metadata_bytes"] + sum(entry["size"] for entry in record["objects"])
     assert nine.bytes > 8 * MIB
     assert nine.committed_at >= ten.committed_at
@@ -110,7 +110,7 @@ def test_garbage_of_real_saves(endpoint, bucket) -> None:
     orphans = [
         "run/step-1/data/0123456789abcdef/__0_0.distcp",
         "run/step-3/data/0123456789abcdef/__1_0.distcp",
-        "run/step-3/manifest-" + "ab" * 16 + ".json",
+        "run/step-3/index-" + "ab" * 16 + ".safetensors.gz",
     ]
     foreign = ["run/notes.txt", "run/step-1/data/readme", "run2/data/0123456789abcdef/__0_0.distcp"]
     for path in (*orphans, *foreign):
@@ -141,7 +141,7 @@ def test_garbage_of_real_saves(endpoint, bucket) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_stock_and_broken_checkpoints_are_left_alone(endpoint, bucket, tmp_path) -> None:
-    """Beside a record without its manifest nothing is deleted, and the report says where and why."""
+    """Beside a record without its index nothing is deleted, and the report says where and why."""
     _stock(bucket, "run/stock", tmp_path)
     _save(bucket, "run/broken")
     bucket.put("run/broken/.metadata", bucket.get("run/broken/.metadata")[:-10])

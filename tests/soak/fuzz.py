@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
 from dcp_s3._checkpoint.archive.stock_archive import check_archive, load_record
-from dcp_s3._checkpoint.format.manifest import Manifest
+from dcp_s3._checkpoint.format.index import Index
 from dcp_s3._checkpoint.pickles import metadata, standin
 
 CORPUS = Path(__file__).parents[1] / "fault" / "corpus"
@@ -43,7 +43,7 @@ def _archived(pickled: bytes) -> memoryview:
 PARSERS: dict[str, Callable[[bytes], Any]] = {
     "record": lambda data: metadata.loads(data, source="s3://b/.metadata"),
     "record without torch": lambda data: standin.read_record(data, source="s3://b/.metadata"),
-    "manifest": lambda data: Manifest.from_json(data, source="s3://b/manifest.json"),
+    "index": lambda data: Index.from_bytes(data, source="s3://b/index.json"),
     "archive": lambda data: check_archive(memoryview(data), source="s3://b/x"),
     "object": lambda data: load_record(memoryview(data), "s3://b/x", trusted=False),
     "pickle in an object": lambda data: load_record(_archived(data), "s3://b/x", trusted=False),

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import AccessDeniedError, StorageError
-from dcp_s3._checkpoint.format.layout import CheckpointUrl, manifest_name
-from dcp_s3._checkpoint.format.manifest import Manifest, ObjectEntry
+from dcp_s3._checkpoint.format.index import ObjectEntry
+from dcp_s3._checkpoint.format.layout import CheckpointUrl, index_name
 from dcp_s3._checkpoint.pickles.metadata import dumps
 from dcp_s3._transfer.checksum import crc32c
 from dcp_s3._transfer.s3.control_store import Fetched, ObjectInfo, UploadInfo
-from tests.unit.records import make_metadata
+from tests.unit.records import in_two, make_metadata, with_ranges
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 DAY = dt.timedelta(days=1)
@@ -123,7 +123,7 @@ def save(
     write_id: str = "ab" * 16,
     token: str = "0123456789abcdef",
     record: str = ".metadata",
-    manifest: bool = True,
+    index: bool = True,
     hint: bool = True,
     world_size: int = 1,
     change: Callable[[Metadata], None] = lambda metadata: None,
@@ -132,28 +132,20 @@ def save(
     path = f"data/{token}/__0_0.distcp"
     body = bytes(range(256)) * 18 + bytes(144)
     etag = store.put(url.key(path), body)
-    metadata = make_metadata(path=path)
+    metadata = with_ranges(make_metadata(path=path))
     metadata.storage_meta.save_id = write_id
     change(metadata)
-    data = dumps(metadata)
     crcs = tuple(crc32c(body[start : start + PART]) for start in range(0, len(body), PART))
     entry = ObjectEntry(key=path, size=len(body), etag=etag, part_bytes=PART, crc32c=crcs)
-    document = Manifest(
-        write_id=write_id,
-        record=record,
-        metadata_sha256=hashlib.sha256(data).hexdigest(),
-        metadata_bytes=len(data),
-        world_size=world_size,
-        created_unix_s=0.0,
-        writer="test",
-        objects=(entry,),
-    )
+    data, document = in_two(metadata, [entry], record=record, world_size=world_size)
+    packed = document.to_bytes()
     keys = [url.key(path)]
-    if manifest:
-        keys.append(url.key(manifest_name(write_id)))
-        store.put(keys[-1], document.to_json())
+    if index:
+        keys.append(url.key(index_name(write_id)))
+        store.put(keys[-1], packed)
     keys.append(url.key(record))
-    store.put(keys[-1], data, metadata={"dcp-s3-write-id": write_id} if hint else None)
+    told = {"dcp-s3-write-id": write_id, "dcp-s3-index-sha256": hashlib.sha256(packed).hexdigest()}
+    store.put(keys[-1], data, metadata=told if hint else None)
     return keys
 
 
@@ -163,9 +155,6 @@ def stock(
     """Put a checkpoint as FileSystemWriter lays it out."""
     metadata = make_metadata(path="__0_0.distcp")
     metadata.storage_meta.save_id = "66f5e56c-1d57-4b25-b950-52c2254a8d6e"
-    for info in metadata.storage_data.values():
-        vars(info).pop("raw_offset", None)
-        vars(info).pop("crc32c", None)
     change(metadata)
     store.put(url.key("__0_0.distcp"), bytes(4752))
     store.put(url.key(".metadata"), dumps(metadata))

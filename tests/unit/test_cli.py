@@ -95,10 +95,10 @@ def test_ls_shows_what_was_not_committed(store: FakeStore) -> None:
 
 def test_ls_of_something_bad(store: FakeStore) -> None:
     """A corrupt checkpoint among good ones is exit code 1, and its reason is not cut off."""
-    del store.objects[f"run/step-9/manifest-{'ab' * 16}.json"]
+    del store.objects[f"run/step-9/index-{'ab' * 16}.safetensors.gz"]
     result = run("ls", "s3://ckpt/run")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[1].endswith("  corrupt: .metadata: it has no manifest")
+    assert result.stdout.splitlines()[1].endswith(f"  corrupt: .metadata: its index index-{'ab' * 16}.safetensors.gz is missing")
 
 
 def test_verify(store: FakeStore) -> None:
@@ -205,7 +205,7 @@ def test_gc_names_what_it_left_alone(store: FakeStore) -> None:
     assert run("gc", "s3://ckpt/run", "--delete", "--json").exit_code == 4
     assert run("gc", "s3://ckpt/run").exit_code == 0
     assert f"the store refuses to delete {ORPHAN}\n" in text
-    assert "note: s3://ckpt/run/step-10 has a commit record without a matching manifest" in text
+    assert "note: s3://ckpt/run/step-10 has a commit record without a matching index" in text
 
 
 @pytest.mark.parametrize("time, fine", [("2000s", False), ("40m", True), ("1.5h", True), ("2d", True), ("90000", True)])

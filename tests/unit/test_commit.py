@@ -31,12 +31,13 @@ from dcp_s3._checkpoint.save.commit import (
     delete_replaced,
     look,
     observe,
-    put_manifest,
+    put_index,
 )
 from dcp_s3._transfer.limits.retry import Deadline
 from dcp_s3._transfer.s3.control_store import ObjectInfo
 from dcp_s3._transfer.s3.probe import Conditions
 from tests.unit.fake_store import FakeStore, denied, save
+from tests.unit.records import repacked
 
 RUN = CheckpointUrl("ckpt", "run")
 RECORD = "run/.metadata"
@@ -130,6 +131,7 @@ def put(
         RECORD,
         OURS,
         write_id=NOW,
+        index_sha256="5a" * 32,
         observed=observed,
         conditions=conditions,
         deadline=deadline or Deadline(30),
@@ -295,25 +297,25 @@ def test_the_condition(there: str | None, conditions: Conditions | None, expecte
     assert condition_of(Observed(there, None), conditions) == expected
 
 
-# ---------------------------------------------------------------------- the manifest
+# ---------------------------------------------------------------------- the index
 
 
-def test_the_manifest_is_put_and_looked_for(store: Bucket) -> None:
+def test_the_index_is_put_and_looked_for(store: Bucket) -> None:
     """It keeps the deadline of its save, so that no collector takes it before; its size is looked at."""
-    put_manifest(store, "run/manifest", b"{}", Deadline(59.5))
-    stored = store.objects["run/manifest"]
+    put_index(store, "run/index", b"{}", Deadline(59.5))
+    stored = store.objects["run/index"]
     assert (stored.body, stored.metadata) == (b"{}", {"dcp-s3-save-s": "60"})
-    assert store.sent[0]["type"] == "application/json"
-    assert store.operations("run/manifest") == ["put", "head"]
+    assert store.sent[0]["type"] == "application/octet-stream"
+    assert store.operations("run/index") == ["put", "head"]
 
 
 @pytest.mark.parametrize("kept", [b"", b"{", b"{}\n"])
-def test_a_manifest_that_the_store_keeps_otherwise(store: Bucket, kept: bytes) -> None:
-    """A record must not name a manifest that nobody can read: nothing is committed."""
+def test_an_index_that_the_store_keeps_otherwise(store: Bucket, kept: bytes) -> None:
+    """A record must not name an index that nobody can read: nothing is committed."""
     store.kept = lambda body: kept
     with pytest.raises(StorageError, match=f"of 2 bytes and keeps {len(kept)}; nothing was committed") as caught:
-        put_manifest(store, "run/manifest", b"{}", Deadline(60))
-    assert (caught.value.bucket, caught.value.key) == ("ckpt", "run/manifest")
+        put_index(store, "run/index", b"{}", Deadline(60))
+    assert (caught.value.bucket, caught.value.key) == ("ckpt", "run/index")
 
 
 # ---------------------------------------------------------------------- the record's PUT
@@ -323,7 +325,7 @@ def test_one_request_under_one_condition(store: Bucket, observed: Observed) -> N
     """An acknowledged conditional PUT is the commit. The client does not repeat it by itself: its outcome is settled here."""
     put(store, observed)
     assert store.objects[RECORD].body == OURS
-    assert store.objects[RECORD].metadata == {"dcp-s3-write-id": NOW}
+    assert store.objects[RECORD].metadata == {"dcp-s3-write-id": NOW, "dcp-s3-index-sha256": "5a" * 32}
     assert store.operations() == ["put"]
     assert store.sent == [
         {
@@ -763,17 +765,17 @@ def test_a_store_that_does_not_show_the_record(
 
 @pytest.fixture
 def replaced(store: Bucket) -> list[str]:
-    """The keys of a checkpoint whose record has just been replaced, its manifest's last."""
+    """The keys of a checkpoint whose record has just been replaced, its index's last."""
     *keys, record = save(store, RUN, write_id=BEFORE)
-    manifest = store.objects[keys[-1]]
-    manifest.body = manifest.body.replace(b'"conditional":false', b'"conditional":true')
+    index = store.objects[keys[-1]]
+    index.body = repacked(index.body, conditional=True)
     store.objects[record].body = OURS
     store.log.clear()
     return keys
 
 
 def test_what_was_replaced_is_deleted(store: Bucket, replaced: list[str]) -> None:
-    """What its manifest names, and the manifest behind it: as long as one of those objects is there, it tells whose it is."""
+    """What its index names, and the index behind it: as long as one of those objects is there, it tells whose it is."""
     store.put("run/data/1111111111111111/__0_0.distcp", b"of another save")
     kept = set(store.objects) - set(replaced)
     assert delete_replaced(store, RUN, Observed('"e"', BEFORE)) == 0
@@ -785,7 +787,7 @@ def test_what_was_replaced_is_deleted(store: Bucket, replaced: list[str]) -> Non
 def test_what_cannot_be_deleted_is_counted(
     store: Bucket, replaced: list[str], locked: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Object Lock or a missing permission fails no save; the manifest stays as long as one of its objects does."""
+    """Object Lock or a missing permission fails no save; the index stays as long as one of its objects does."""
     store.before = lambda operation, key: (
         denied(operation, key) if (operation, key) == ("delete", replaced[locked]) else None
     )
@@ -794,17 +796,17 @@ def test_what_cannot_be_deleted_is_counted(
     assert f"could not delete {replaced[locked]} of the replaced checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize("case", ["another library's", "no manifest", "no condition", "silent"])
+@pytest.mark.parametrize("case", ["another library's", "no index", "no condition", "silent"])
 def test_what_may_still_be_needed_stays(store: Bucket, replaced: list[str], case: str) -> None:
     """What nobody can tell, and what a late PUT without a condition could bring back, is left to the collector."""
     seen = Observed('"e"', BEFORE)
     if case == "another library's":
         seen = Observed('"e"', None)
-    elif case == "no manifest":
+    elif case == "no index":
         del store.objects[replaced[-1]]
     elif case == "no condition":
         stored = store.objects[replaced[-1]]
-        stored.body = stored.body.replace(b'"conditional":true', b'"conditional":false')
+        stored.body = repacked(stored.body, conditional=False)
     else:
         store.before = unreadable(failed(503, "SlowDown"))
     before = set(store.objects)

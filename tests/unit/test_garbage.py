@@ -24,8 +24,8 @@ FOREIGN = [
     "run/data/0123456789abcdef/__0_0.distcp.bak",
     "run/data/0123456789abcdef/x/__0_0.distcp",
     "run/data/0123456789ABCDEF/__0_0.distcp",
-    "run/manifest.json",
-    "run/manifest-1.json",
+    "run/index.json",
+    "run/index-1.json",
     "run2/data/0123456789abcdef/__0_0.distcp",
     "data/0123456789abcdef/__0_0.distcp",
     "other/.metadata",
@@ -42,7 +42,7 @@ def store() -> FakeStore:
     fake = FakeStore()
     fake.put("run/data/1111111111111111/__0_0.distcp", b"failed")
     fake.put("run/data/1111111111111111/__12_3.distcp", b"failed")
-    fake.put(f"run/manifest-{'11' * 16}.json", b"replaced")
+    fake.put(f"run/index-{'11' * 16}.safetensors.gz", b"replaced")
     for key in FOREIGN:
         fake.put(key, b"foreign")
     save(fake, RUN)
@@ -54,12 +54,12 @@ def store() -> FakeStore:
 GARBAGE = (
     "run/data/1111111111111111/__0_0.distcp",
     "run/data/1111111111111111/__12_3.distcp",
-    f"run/manifest-{'11' * 16}.json",
+    f"run/index-{'11' * 16}.safetensors.gz",
 )
 
 
 def test_exactly_what_no_record_names(store: FakeStore) -> None:
-    """The failed save's data and the replaced manifest go, manifest last; everything else stays, byte for byte."""
+    """The failed save's data and the replaced index go, index last; everything else stays, byte for byte."""
     before = dict(store.objects)
     report = collect(store)
     assert report.removed == GARBAGE
@@ -170,21 +170,19 @@ def test_a_save_that_never_committed(store: FakeStore) -> None:
 
 
 def test_nothing_is_touched_beside_another_writers_record(store: FakeStore) -> None:
-    """A record without a manifest cannot say what it needs: everything at its URL stays, and the report says why."""
+    """A record without an index cannot say what it needs: everything at its URL stays, and the report says why."""
     stock(store, RUN)
     store.now += 2 * DAY
     before = set(store.objects)
     report = collect(store)
     assert (set(store.objects), report.removed) == (before, ())
-    assert "s3://ckpt/run has a commit record without a matching manifest" in report.skipped[0]
+    assert "s3://ckpt/run has a commit record without a matching index" in report.skipped[0]
 
 
-@pytest.mark.parametrize(
-    "damage", ["flipped record", "garbled record", "empty record", "lost manifest", "cut manifest"]
-)
+@pytest.mark.parametrize("damage", ["flipped record", "garbled record", "empty record", "lost index", "cut index"])
 def test_nothing_is_touched_beside_a_damaged_record(store: FakeStore, damage: str) -> None:
     """As long as what is live cannot be told, nothing is deleted; its upload is not aborted either."""
-    manifest = f"run/manifest-{'ab' * 16}.json"
+    index = f"run/index-{'ab' * 16}.safetensors.gz"
     match damage:
         case "flipped record":
             flip(store, "run/.metadata", 300)
@@ -192,10 +190,10 @@ def test_nothing_is_touched_beside_a_damaged_record(store: FakeStore, damage: st
             store.objects["run/.metadata"].body = b"garbage"
         case "empty record":
             store.objects["run/.metadata"].body = b""
-        case "lost manifest":
-            del store.objects[manifest]
-        case "cut manifest":
-            store.objects[manifest].body = store.objects[manifest].body[:-50]
+        case "lost index":
+            del store.objects[index]
+        case "cut index":
+            store.objects[index].body = store.objects[index].body[:-50]
     store.now -= 2 * DAY
     store.start_upload("run/data/2222222222222222/__0_0.distcp")
     store.now += 2 * DAY
@@ -247,7 +245,7 @@ def test_a_whole_bucket(store: FakeStore) -> None:
 
 
 def test_records_of_single_ranks_all_live() -> None:
-    """Every `__<rank>.metadata` keeps what its manifest names, beside a `.metadata` too."""
+    """Every `__<rank>.metadata` keeps what its index names, beside a `.metadata` too."""
     store = FakeStore()
     live = [
         key
@@ -326,7 +324,7 @@ def test_the_records_are_looked_at_again_between_batches(store: FakeStore) -> No
 def test_stale_uploads_of_ours_are_aborted(store: FakeStore) -> None:
     """Old uploads of our data objects; not young ones, and not other people's."""
     store.now -= 2 * DAY
-    for key in ("run/data/2222222222222222/__0_0.distcp", "run/big.bin", "run/manifest-" + "22" * 16 + ".json"):
+    for key in ("run/data/2222222222222222/__0_0.distcp", "run/big.bin", "run/index-" + "22" * 16 + ".safetensors.gz"):
         store.start_upload(key)
     store.now += 2 * DAY
     store.start_upload("run/data/3333333333333333/__0_0.distcp")
@@ -334,7 +332,7 @@ def test_stale_uploads_of_ours_are_aborted(store: FakeStore) -> None:
     assert report.aborted == ("run/data/2222222222222222/__0_0.distcp",)
     assert [upload.key for upload in store.uploads] == [
         "run/big.bin",
-        "run/manifest-" + "22" * 16 + ".json",
+        "run/index-" + "22" * 16 + ".safetensors.gz",
         "run/data/3333333333333333/__0_0.distcp",
     ]
 

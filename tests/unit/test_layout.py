@@ -70,7 +70,7 @@ def test_bytes_are_no_url() -> None:
 def test_the_longest_prefix_still_has_room_for_every_name() -> None:
     """The keys of the longest accepted prefix stay within S3's 1,024 bytes."""
     url = parse_url("s3://ckpt/" + "x" * 960)
-    names = [layout.data_key(layout.new_token(), 999_999, 999_999), layout.manifest_name(layout.new_write_id())]
+    names = [layout.data_key(layout.new_token(), 999_999, 999_999), layout.index_name(layout.new_write_id())]
     assert max(len(url.key(name)) for name in names) <= 1024
 
 
@@ -128,10 +128,10 @@ def test_names() -> None:
     """The names of the format."""
     assert layout.record_name(None) == ".metadata"
     assert layout.record_name(12) == "__12.metadata"
-    assert layout.manifest_name("ab" * 16) == "manifest-" + "ab" * 16 + ".json"
+    assert layout.index_name("ab" * 16) == "index-" + "ab" * 16 + ".safetensors.gz"
     assert layout.data_key("01" * 8, 3, 0) == "data/0101010101010101/__3_0.distcp"
-    assert layout.manifest_write_id(layout.manifest_name("ab" * 16)) == "ab" * 16
-    assert layout.manifest_write_id("manifest-x.json") is None
+    assert layout.index_write_id(layout.index_name("ab" * 16)) == "ab" * 16
+    assert layout.index_write_id("index-x.safetensors.gz") is None
     assert layout.is_write_id(layout.new_write_id())
     assert not layout.is_write_id("66f5e56c-1d57-4b25-b950-52c2254a8d6e")
     assert not layout.is_write_id(None)
@@ -154,7 +154,7 @@ OURS = "data/0123456789abcdef/__0_0.distcp"
         ("run/" + OURS, "run"),
         ("run/step-1/" + OURS, "run/step-1"),
         ("run/data/" + OURS, "run/data"),
-        ("run/manifest-" + "ab" * 16 + ".json", "run"),
+        ("run/index-" + "ab" * 16 + ".safetensors.gz", "run"),
         ("run/.metadata", None),
         ("run/__0_0.distcp", None),
         ("run/data/0123456789abcdef/__0_0.distcp.bak", None),
@@ -162,9 +162,9 @@ OURS = "data/0123456789abcdef/__0_0.distcp"
         ("run/data/0123456789ABCDEF/__0_0.distcp", None),
         ("run/data/0123456789abcde/__0_0.distcp", None),
         ("run/xdata/0123456789abcdef/__0_0.distcp", None),
-        ("run/manifest-" + "ab" * 16 + ".json\n", None),
-        ("run/manifest-" + "ab" * 15 + ".json", None),
-        ("run/my-manifest-" + "ab" * 16 + ".json", None),
+        ("run/index-" + "ab" * 16 + ".safetensors.gz\n", None),
+        ("run/index-" + "ab" * 15 + ".safetensors.gz", None),
+        ("run/my-index-" + "ab" * 16 + ".safetensors.gz", None),
     ],
 )
 def test_whose_an_object_is(key: str, owner: str | None) -> None:

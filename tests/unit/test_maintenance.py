@@ -71,15 +71,15 @@ def test_a_prefix_is_a_directory(store: FakeStore) -> None:
 
 
 def test_uncommitted_saves_are_no_checkpoints(store: FakeStore) -> None:
-    """Data and manifest without a record are nothing; neither is a stock writer's temporary record."""
+    """Data and index without a record are nothing; neither is a stock writer's temporary record."""
     *_, record = save(store, RUN.child("step-20"))
     store.objects[RUN.child("step-20").key(".metadata.tmp")] = store.objects.pop(record)
     assert maintenance.list_checkpoints("s3://ckpt/run") == []
 
 
 def test_uncommitted_saves_are_told_when_asked_for(store: FakeStore) -> None:
-    """Data, or a manifest that is left, without a record: size and number of the data objects of all ranks."""
-    data, manifest, record = save(store, RUN.child("step-20"))
+    """Data, or an index that is left, without a record: size and number of the data objects of all ranks."""
+    data, index, record = save(store, RUN.child("step-20"))
     store.put(data.replace("0123456789abcdef/__0", "fedcba9876543210/__1"), b"x")
     del store.objects[record]
     save(store, RUN.child("step-3"))
@@ -98,7 +98,7 @@ def test_uncommitted_saves_are_told_when_asked_for(store: FakeStore) -> None:
     )
     del store.objects[data], store.objects[data.replace("0123456789abcdef/__0", "fedcba9876543210/__1")]
     assert [info.bytes for info in maintenance.list_checkpoints("s3://ckpt/run", uncommitted=True)] == [three.bytes, 0]
-    assert manifest in store.objects
+    assert index in store.objects
     assert maintenance.list_checkpoints("s3://ckpt/run") == [three]
 
 
@@ -132,7 +132,7 @@ def test_the_collector_leaves_a_url_that_looks_like_a_saves_data(store: FakeStor
 
 
 def test_what_fits_on_a_page_is_one_request(store: FakeStore) -> None:
-    """200 checkpoints as saves leave them are told by one listing: no record and no manifest is read."""
+    """200 checkpoints as saves leave them are told by one listing: no record and no index is read."""
     for step in range(200):
         save(store, RUN.child(f"step-{step}"))
     store.log.clear()
@@ -159,13 +159,13 @@ def test_a_large_checkpoint_costs_few_requests(store: FakeStore, monkeypatch: py
     assert len(store.log) < 30
 
 
-def test_manifests_of_other_times_are_looked_at(store: FakeStore) -> None:
-    """A record that was not written right after the one manifest there is may be another writer's: it is read."""
+def test_indexes_of_other_times_are_looked_at(store: FakeStore) -> None:
+    """A record that was not written right after the one index there is may be another writer's: it is read."""
     save(store, RUN)
     store.now += DAY
     stock(store, RUN)
     (info,) = maintenance.list_checkpoints("s3://ckpt/run")
-    assert (info.state, info.write_id) == ("stock", "66f5e56c-1d57-4b25-b950-52c2254a8d6e")
+    assert (info.state, info.write_id) == ("stock", None)
 
 
 def test_a_run_is_verified(store: FakeStore) -> None:
@@ -206,7 +206,7 @@ def test_what_changes_while_a_run_is_verified(store: FakeStore) -> None:
 def test_records_of_single_ranks_are_one_checkpoint(store: FakeStore) -> None:
     """`use_collectives=False` leaves one record per rank: one entry that names them all."""
     for rank in range(11):
-        save(store, RUN, record=f"__{rank}.metadata", write_id=f"{rank:032x}", token=f"{rank:016x}")
+        save(store, RUN, record=f"__{rank}.metadata", write_id=f"{rank:032x}", token=f"{rank:016x}", world_size=11)
     (info,) = maintenance.list_checkpoints("s3://ckpt/run")
     assert info.records == tuple(f"__{rank}.metadata" for rank in range(11))
     assert (info.state, info.objects, info.write_id, info.ours) == ("committed", 11, None, True)
@@ -218,35 +218,36 @@ def test_another_writers_checkpoint(store: FakeStore) -> None:
     (info,) = maintenance.list_checkpoints("s3://ckpt/run")
     assert (info.state, info.ours, info.objects) == ("stock", False, 1)
     assert info.bytes == 4752 + len(store.objects["run/.metadata"].body)
-    assert info.write_id == "66f5e56c-1d57-4b25-b950-52c2254a8d6e"
+    assert info.write_id is None
 
 
 def test_damage_that_listing_sees(store: FakeStore) -> None:
-    """A record cut in half, one of ours that is not as its manifest says, and one without a manifest are corrupt.
+    """A record cut in half, one of ours that is not as its index says, and one without an index are corrupt.
 
-    (With a manifest that is younger than the record: of what looks as a save leaves it, the content is verify's business.)
+    (With an index that is younger than the record: of what looks as a save leaves it, the content is verify's business.)
     """
-    *_, record = save(store, RUN.child("cut"), manifest=False)
+    *_, record = save(store, RUN.child("cut"), index=False)
     store.objects[record].body = store.objects[record].body[:500]
-    *_, manifest, record = save(store, RUN.child("flipped"))
+    *_, index, record = save(store, RUN.child("flipped"))
     flip(store, record, store.objects[record].body.index(b"1.0.0"))
     store.now += DAY
-    store.put(manifest, store.objects[manifest].body)
-    save(store, RUN.child("lost"), manifest=False)
-    save(store, RUN.child("lost2"), manifest=False, hint=False)
+    store.put(index, store.objects[index].body)
+    save(store, RUN.child("lost"), index=False)
+    save(store, RUN.child("lost2"), index=False, hint=False)
     found = {info.url.rpartition("/")[2]: info for info in maintenance.list_checkpoints("s3://ckpt/run")}
     assert found["cut"].state.startswith("corrupt: s3://ckpt/run/cut/.metadata ")
     assert found["flipped"].state == (
-        f"corrupt: .metadata: its bytes are not those that manifest-{'ab' * 16}.json was written for"
+        f"corrupt: .metadata: its bytes are not those that index-{'ab' * 16}.safetensors.gz was written for"
     )
-    assert found["lost"].state == found["lost2"].state == "corrupt: .metadata: it has no manifest"
+    lost = f"corrupt: .metadata: its index index-{'ab' * 16}.safetensors.gz is missing"
+    assert found["lost"].state == found["lost2"].state == lost
     assert not any(info.ours for info in found.values())
 
 
-def test_the_manifest_is_found_without_user_metadata(store: FakeStore) -> None:
-    """A copy that lost the record's user metadata, beside the manifests of other saves, is still told from them."""
-    *_, manifest, _ = save(store, RUN, write_id="01" * 16)
-    store.put(manifest.replace("01" * 16, "00" * 16), b"{}")
+def test_the_index_is_found_without_user_metadata(store: FakeStore) -> None:
+    """A copy that lost the record's user metadata, beside the indexes of other saves, is still told from them."""
+    *_, index, _ = save(store, RUN, write_id="01" * 16)
+    store.put(index.replace("01" * 16, "00" * 16), b"{}")
     save(store, RUN, write_id="02" * 16, hint=False)
     (info,) = maintenance.list_checkpoints("s3://ckpt/run")
     assert (info.state, info.write_id) == ("committed", "02" * 16)

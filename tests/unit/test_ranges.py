@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_s3 import CorruptCheckpointError
 from dcp_s3._checkpoint.load import ranges
-from dcp_s3._checkpoint.load.ranges import Piece, batches, chunk_at, raw_pieces, unpack_crcs
+from dcp_s3._checkpoint.load.ranges import Piece, batches, checked_crcs, chunk_at, raw_pieces
 from dcp_s3._transfer.checksum import crc32c
 from tests.unit.records import make_metadata
 
@@ -295,14 +295,14 @@ def test_each_faulty_piece_of_a_read_is_found() -> None:
 
 @pytest.mark.parametrize("nbytes, count", [(0, 0), (1, 1), (CHUNK, 1), (CHUNK + 1, 2), (3 * CHUNK, 3)])
 def test_as_many_checksums_as_chunks(nbytes: int, count: int) -> None:
-    """One less or more, or half of one, is not taken; none at all is what other writers keep."""
-    packed = struct.pack(f"<{count}I", *range(count))
-    assert unpack_crcs(packed, nbytes, source="x") == tuple(range(count))
-    assert unpack_crcs(None, nbytes, source="x") == ()
-    for wrong in (packed + bytes(4), packed + b"x", packed[:-1]):
-        if wrong != packed:
-            with pytest.raises(CorruptCheckpointError, match=f"x has {len(wrong)} bytes of CRCs for {nbytes} bytes"):
-                unpack_crcs(wrong, nbytes, source="x")
+    """One less or more is not taken; none at all is what other writers keep."""
+    crcs = tuple(range(count))
+    assert checked_crcs(crcs, nbytes, source="x") == crcs
+    assert checked_crcs(None, nbytes, source="x") == ()
+    for wrong in (*crcs, 0), crcs[:-1]:
+        if wrong != crcs:
+            with pytest.raises(CorruptCheckpointError, match=f"x has {len(wrong)} CRCs for {nbytes} bytes"):
+                checked_crcs(wrong, nbytes, source="x")
 
 
 def test_which_chunk_an_index_names() -> None:

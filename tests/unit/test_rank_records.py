@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 from collections import Counter
 
@@ -9,11 +10,11 @@ import pytest
 
 from dcp_s3 import CheckpointNotFoundError, S3Config, S3StorageReader
 from dcp_s3._checkpoint.care import maintenance
-from dcp_s3._checkpoint.care.inventory import read_records
+from dcp_s3._checkpoint.care.inventory import read_record, read_records
 from dcp_s3._checkpoint.care.ranks import check_of_newest_save, newest_save
 from dcp_s3._checkpoint.care.verify import verify_checkpoint
 from dcp_s3._checkpoint.format.layout import CheckpointUrl, record_rank
-from tests.unit.fake_store import FakeStore, save
+from tests.unit.fake_store import FakeStore, save, stock
 
 RUN = CheckpointUrl("ckpt", "run")
 SECOND = dt.timedelta(seconds=1)
@@ -87,10 +88,12 @@ def test_one_rank_where_there_were_two(store: FakeStore) -> None:
     assert looked_at(store) == ("committed", True)
 
 
-def test_what_version_0_1_wrote(store: FakeStore) -> None:
-    """Its manifests say one rank whatever the world: a gap is seen, and that the last ones may be missing is said."""
-    save_ranks(store, [0, 1, 2], 1)
-    assert looked_at(store) == ("committed", True)
+def test_what_another_writer_wrote(store: FakeStore) -> None:
+    """Nothing says how many ranks there were: a gap is seen, and that the last ones may be missing is said."""
+    for rank in range(3):
+        stock(store, RUN)
+        store.objects[f"run/__{rank}.metadata"] = store.objects.pop("run/.metadata")
+    assert looked_at(store) == ("stock", True)
     assert "nothing says how many ranks" in verify_checkpoint(store, RUN, deep=False).notes[0]
     del store.objects["run/__1.metadata"]
     assert not looked_at(store)[1]
@@ -111,12 +114,12 @@ def test_beside_a_record_of_all(store: FakeStore) -> None:
 
 @pytest.mark.parametrize("ranks", [10, 40])
 def test_records_without_user_metadata_cost_no_square(store: FakeStore, ranks: int) -> None:
-    """After a copy nothing tells which manifest is whose: they are listed once, and each is read once."""
+    """After a copy a record's own bytes tell which index is whose: each is read once, and none is listed."""
     save_ranks(store, list(range(ranks)), ranks, hint=False)
     store.log.clear()
     records = read_records(store, RUN)
-    assert all(record.manifest is not None for record in records)
-    assert Counter(operation for operation, _ in store.log) == {"get": 2 * ranks + 1, "list": 2}
+    assert all(record.index is not None for record in records)
+    assert Counter(operation for operation, _ in store.log) == {"get": 2 * ranks + 1, "list": 1}
     assert newest_save(records).problem == ""
 
 
@@ -126,12 +129,12 @@ def test_a_rank_does_not_load_what_an_older_world_left(store: FakeStore, hint: b
     save_ranks(store, [0, 1, 2, 3], 4, hint=hint)
     save_ranks(store, [0, 1], 2, step=2, hint=hint)
     for rank, step in ((0, 2), (1, 2), (2, 1), (3, 1)):
-        write_id = f"{1000 * step + rank:032x}"
+        record = read_record(store, RUN, f"__{rank}.metadata")
         if step == 2:
-            check_of_newest_save(store, RUN, f"__{rank}.metadata", write_id)
+            check_of_newest_save(store, RUN, record)
             continue
         with pytest.raises(CheckpointNotFoundError, match=f"rank {rank} .* with 4 ranks, and __0.metadata .* with 2"):
-            check_of_newest_save(store, RUN, f"__{rank}.metadata", write_id)
+            check_of_newest_save(store, RUN, record)
 
 
 def test_the_reader_asks(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +152,19 @@ def test_the_reader_asks(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_nothing_is_known_a_rank_loads(store: FakeStore) -> None:
-    """Without rank 0's record or manifest, and of version 0.1's, nothing is refused; `.metadata` costs no request."""
-    save_ranks(store, [0, 1], 1)
-    check_of_newest_save(store, RUN, "__1.metadata", f"{1001:032x}")
-    del store.objects[f"run/manifest-{1000:032x}.json"]
-    check_of_newest_save(store, RUN, "__1.metadata", f"{1001:032x}")
+    """Without rank 0's record or index nothing is refused; `.metadata`, and rank 0's own, cost no request."""
+    save_ranks(store, [0, 1], 2)
+    save_ranks(store, [0], 1, step=2)
+    first, second = (read_record(store, RUN, f"__{rank}.metadata") for rank in (0, 1))
+    with pytest.raises(CheckpointNotFoundError):
+        check_of_newest_save(store, RUN, second)
+    del store.objects[f"run/index-{2000:032x}.safetensors.gz"]
+    check_of_newest_save(store, RUN, second)
     del store.objects["run/__0.metadata"]
-    check_of_newest_save(store, RUN, "__1.metadata", f"{1001:032x}")
+    check_of_newest_save(store, RUN, second)
     store.log.clear()
-    check_of_newest_save(store, RUN, ".metadata", f"{1001:032x}")
+    check_of_newest_save(store, RUN, first)
+    check_of_newest_save(store, RUN, dataclasses.replace(second, name=".metadata"))
     assert store.log == []
 
 

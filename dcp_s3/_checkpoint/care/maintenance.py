@@ -52,7 +52,7 @@ class CheckpointInfo:
     Attributes:
         url: Where it is.
         records: Its commit records: ``.metadata``, or one per rank.
-        write_id: Identity of the save; another writer's has another form or is ``None``, as it is with several records.
+        write_id: Identity of the save; ``None`` of another writer's, and of several records.
         committed_at: When the (last) record was written, by the store's clock.
         bytes: Size of the data objects at the URL and of the records. Of another writer's checkpoint: of what the record
             names.
