@@ -37,6 +37,7 @@ def put(transfer: Transfer, observed: Observed, conditions: Conditions | None = 
         RECORD,
         OURS,
         write_id=WRITE_ID,
+        index_sha256="5a" * 32,
         observed=observed,
         conditions=conditions,
         deadline=transfer.job.deadline,
@@ -222,7 +223,7 @@ def test_a_store_that_always_refuses_a_true_condition(plain_s3: FaultServer, pla
 def test_a_store_without_conditions(plain_s3: FaultServer, plain_transfer: Transfer, first: str):
     """Without conditional PUTs the record is read back: what is there then is who committed."""
     plain_s3.configure(**PROFILES["ignores-conditions"])
-    conditions = conditions_of(plain_transfer.store, "run/index.json")
+    conditions = conditions_of(plain_transfer.store, "run/index")
     assert conditions == Conditions(create=False, replace=None)
     gate = plain_s3.hold("GetObject", at="head")
     failures: list[BaseException] = []
@@ -247,7 +248,7 @@ def test_ceph_wants_bare_etags(plain_s3: FaultServer, plain_transfer: Transfer):
     """A store whose If-Match matches only without quotes is found out by the probe and replaced conditionally."""
     plain_s3.configure(**PROFILES["ceph"])
     plain_s3.put(RECORD, OLD)
-    conditions = conditions_of(plain_transfer.store, "run/index.json")
+    conditions = conditions_of(plain_transfer.store, "run/index")
     assert conditions == Conditions(create=True, replace="bare")
     put(plain_transfer, observe(plain_transfer.store, RECORD), conditions)
     assert plain_s3.read(RECORD) == OURS
@@ -287,16 +288,16 @@ def test_the_probe_of_another_save(plain_s3: FaultServer, plain_transfer: Transf
     gate = plain_s3.hold("PutObject", at="handle")
     config = plain_transfer.config
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(conditions_of, ControlStore(config, "bucket"), "run/index-1.json")
+        asking = pool.submit(conditions_of, ControlStore(config, "bucket"), "run/index-1")
         gate.wait_arrived()
         start = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="another save that probes the store"):
-            conditions_of(ControlStore(config, "bucket", deadline=Deadline(0.3)), "run/index-2.json")
+            conditions_of(ControlStore(config, "bucket", deadline=Deadline(0.3)), "run/index-2")
         assert 0.25 < time.monotonic() - start < 5
         gate.release()
         gate.remove()
         assert asking.result() == BOTH
-    assert conditions_of(ControlStore(config, "bucket", deadline=Deadline(5.0)), "run/index-2.json") == BOTH
+    assert conditions_of(ControlStore(config, "bucket", deadline=Deadline(5.0)), "run/index-2") == BOTH
 
 
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])

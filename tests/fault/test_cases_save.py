@@ -331,7 +331,8 @@ def test_a_shard_that_does_not_fit_one_object(
     transfer = transfer_to(plain_s3)
     shard = ShardWriter(transfer.plane, transfer.job, parse_url(URL), "a" * 16, 0, part_bytes=100_000)
     values = {n: torch.full((40_000,), float(n)) for n in range(7)}
-    infos = {n: shard.write_tensor(tensor) for n, tensor in values.items()}
+    written = {n: shard.write_tensor(tensor) for n, tensor in values.items()}
+    infos = {n: one.info for n, one in written.items()}
     receipts = shard.finish()
     assert [r.size for r in receipts] == [
         sum(i.length for i in infos.values() if r.key.endswith(i.relative_path)) for r in receipts
@@ -340,7 +341,7 @@ def test_a_shard_that_does_not_fit_one_object(
     for n, info in infos.items():
         stored = plain_s3.read(f"run/{info.relative_path}")
         assert len(stored) <= 500_000
-        start = info.offset + info.__dict__["raw_offset"]
+        start = info.offset + written[n].raw_offset
         raw = torch.frombuffer(bytearray(stored[start : start + 160_000]), dtype=torch.float32)
         assert torch.equal(raw, values[n])
     assert transfer.plane.budget.held == 0

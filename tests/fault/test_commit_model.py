@@ -15,6 +15,7 @@ from dcp_s3 import CommitConflictError, StorageUnavailableError
 from dcp_s3._checkpoint.care import garbage, inventory
 from dcp_s3._checkpoint.format.index import Index, ObjectEntry
 from dcp_s3._checkpoint.format.layout import data_key, index_name
+from dcp_s3._checkpoint.pickles.columns import columns_of
 from dcp_s3._checkpoint.save import commit as commit_module
 from dcp_s3._checkpoint.save.commit import commit, delete_replaced, observe
 from dcp_s3._transfer.checksum import crc32c
@@ -49,23 +50,29 @@ class Save:
         self._world.seen[self.write_id] = observed.etag
         entries = tuple(self._data(client, rank) for rank in range(RANKS))
         body = f"the record of {self.write_id}".encode()
+        columns, _ = columns_of({}, [], [], object_names=[entry.key for entry in entries])
         index = Index(
             write_id=self.write_id,
             record=".metadata",
-            metadata_sha256=hashlib.sha256(body).hexdigest(),
-            metadata_bytes=len(body),
+            record_sha256=hashlib.sha256(body).hexdigest(),
+            record_bytes=len(body),
             world_size=RANKS,
             created_unix_s=0.0,
             writer="model",
+            version=None,
+            checkpoint_id=str(URL),
             objects=entries,
+            columns=columns,
             conditional=True,  # or so a defect that sends none would say
         )
-        client.put(URL.key(index_name(self.write_id)), index.to_bytes(), content_type="application/json")
+        packed = index.to_bytes()
+        client.put(URL.key(index_name(self.write_id)), packed, content_type="application/octet-stream")
         commit(
             client,
             RECORD,
             body,
             write_id=self.write_id,
+            index_sha256=hashlib.sha256(packed).hexdigest(),
             observed=observed,
             conditions=self._conditions,
             deadline=deadline,

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import hashlib
 import io
-import json
 import pickle
 import re
 import struct
@@ -21,11 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError, S3StorageReader, S3StorageWriter
-from dcp_s3._checkpoint.pickles import metadata as record_format
+from dcp_s3._checkpoint.format.index import Index
+from dcp_s3._checkpoint.load.lazy_metadata import metadata_of
 from dcp_s3._transfer.checksum import CRC_CHUNK_BYTES, crc32c
 from tests.fault.conftest import config_of, failure_of
 from tests.fault.server import FaultServer, FaultServerProcess, Handle
 from tests.support.ranks import run_ranks_ok
+from tests.unit.records import in_two
 
 MIB = 1 << 20
 STATE = {"a": torch.arange(3000.0), "b": torch.arange(3000.0) + 5, "object": {"epoch": 7, "text": "x" * 300}}
@@ -58,8 +59,9 @@ def _forge(s3: Handle, change: Callable[[Any], None]) -> None:
     record, forged = in_two(metadata, index.objects)
     packed = forged.to_bytes()
     s3.put(name, packed)
-    told = {"dcp-s3-write-id": index.write_id, "dcp-s3-index-sha256": hashlib.sha256(packed).hexdigest()}
-    s3.put("run/.metadata", record, metadata=told)
+    digest = hashlib.sha256(packed).hexdigest()
+    told = {"x-amz-meta-dcp-s3-write-id": index.write_id, "x-amz-meta-dcp-s3-index-sha256": digest}
+    s3.put("run/.metadata", record, headers=told)
 
 
 def _put_record(s3: Handle, fqn: str, record: bytes) -> None:
@@ -69,9 +71,9 @@ def _put_record(s3: Handle, fqn: str, record: bytes) -> None:
     def change(metadata: Any) -> None:
         info = _info(metadata, fqn)
         info.relative_path, info.offset, info.length = "data/0123456789abcdef/__9_9.distcp", 0, len(record)
-        info.__dict__.pop("raw_offset", None)
+        info.raw_offset = None
         parts = [record[at : at + CRC_CHUNK_BYTES] for at in range(0, len(record), CRC_CHUNK_BYTES)]
-        info.crc32c = struct.pack(f"<{len(parts)}I", *map(crc32c, parts))
+        info.crc32c = tuple(map(crc32c, parts))
 
     _forge(s3, change)
 
@@ -104,8 +106,8 @@ PLACES: dict[str, Callable[[Any], None]] = {
     "data that do not fit": lambda m: setattr(_info(m, "a"), "raw_offset", _info(m, "a").length - 4),
     "an offset that is no number": lambda m: setattr(_info(m, "a"), "offset", "0"),
     "overlapping its neighbour": lambda m: setattr(_info(m, "a"), "offset", _info(m, "b").offset - 64),
-    "too few CRCs": lambda m: setattr(_info(m, "a"), "crc32c", b""),
-    "too many CRCs": lambda m: setattr(_info(m, "a"), "crc32c", bytes(4000)),
+    "too few CRCs": lambda m: setattr(_info(m, "a"), "crc32c", ()),
+    "too many CRCs": lambda m: setattr(_info(m, "a"), "crc32c", (0,) * 1000),
 }
 DATA: dict[str, Callable[[Any], None]] = {
     "beyond the object": lambda m: setattr(_info(m, "a"), "offset", 10 * MIB),
@@ -322,7 +324,7 @@ def test_ranges_that_overlap_with_crcs_that_are_right(plain_s3: FaultServer):
         a, b = _info(metadata, "a"), _info(metadata, "b")
         a.offset = b.offset - 64
         start = a.offset + a.raw_offset
-        a.crc32c = struct.pack("<I", crc32c(plain_s3.read(f"run/{a.relative_path}")[start : start + 12_000]))
+        a.crc32c = (crc32c(plain_s3.read(f"run/{a.relative_path}")[start : start + 12_000]),)
 
     _forge(plain_s3, change)
     plain_s3.clear(state=False)

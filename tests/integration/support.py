@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint import _async_process_executor as checkpoint_p
 from torch.distributed.tensor import DTensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3._checkpoint.format.index import Index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +106,7 @@ def checkpoint_keys(bucket: Bucket, path: str, metadata: dcp.Metadata) -> list[s
     """Return what a bucket must hold for the checkpoint at a path, by the record that its save returned, sorted."""
     prefix = f"{path}/" if path else ""
     index = f"{prefix}index-{metadata.storage_meta.save_id}.safetensors.gz"
-    named = [f"{prefix}{entry['key']}" for entry in json.loads(bucket.get(index))["objects"]]
+    named = [f"{prefix}{entry.key}" for entry in Index.from_bytes(bucket.get(index), source=index).objects]
     recorded = {f"{prefix}{info.relative_path}" for info in metadata.storage_data.values()}
     assert sorted(recorded) == sorted(named)
     return sorted([f"{prefix}.metadata", index, *named])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import logging
 import threading
 
@@ -23,6 +22,7 @@ from dcp_s3 import (
     StorageError,
     StorageUnavailableError,
 )
+from dcp_s3._checkpoint.format.index import Index
 from tests.fault.server import (
     PROFILES,
     FaultServerProcess,
@@ -405,9 +405,9 @@ def test_what_a_record_names_is_there():
                 write_id = record["Metadata"]["dcp-s3-write-id"]
                 try:
                     index = client.get_object(Bucket=place.name, Key=f"a/index-{write_id}.safetensors.gz")
-                    entries = json.loads(index["Body"].read())["objects"]
+                    entries = Index.from_bytes(index["Body"].read(), source="index").objects
                     sizes = [
-                        client.head_object(Bucket=place.name, Key=f"a/{entry['key']}")["ContentLength"]
+                        client.head_object(Bucket=place.name, Key=f"a/{entry.key}")["ContentLength"]
                         for entry in entries
                     ]
                 except ClientError as missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import re
 
 import pytest
@@ -54,7 +53,8 @@ def _flipped(data, at):
 def test_a_flipped_byte_of_the_data(bucket):
     """One flipped bit in a bucket's object is a CorruptCheckpointError that names key, item and place; repaired, it loads."""
     state = _state()
-    metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
+    dcp.save(state, storage_writer=writer(bucket, "a"))
+    metadata = reader(bucket, "a").read_metadata()
     places = {}
     for name in ("big", "small", "strided"):
         info, nbytes = _info(metadata, name), state[name].nbytes
@@ -85,7 +85,8 @@ def test_a_flipped_byte_of_the_data(bucket):
 def test_verify_false_reads_what_is_there(bucket):
     """verify=False loads without index and checksums: what is damaged then comes as it lies there."""
     state = {"big": torch.arange(MIB)}
-    metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
+    dcp.save(state, storage_writer=writer(bucket, "a"))
+    metadata = reader(bucket, "a").read_metadata()
     info = _info(metadata, "big")
     key = f"a/{info.relative_path}"
     whole = bucket.get(key)
@@ -125,13 +126,12 @@ def test_any_flipped_byte_of_the_record(faults):
 
 
 def test_any_flipped_byte_of_the_index(faults):
-    """A changed index is an error that names it, or changed nothing of what a load goes by: the values are never others."""
+    """A changed index is an error that names the checkpoint, whichever byte it is."""
     bucket = bucket_on(faults)
     state = {"w": torch.arange(5.0), "step": 7}
     metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
     key = f"a/index-{metadata.storage_meta.save_id}.safetensors.gz"
     index = faults.read(key)
-    digest = index.index(json.loads(index)["record_sha256"].encode())
     source = reader(bucket, "a")
     unnoticed = []
     for at in range(len(index)):
@@ -139,19 +139,15 @@ def test_any_flipped_byte_of_the_index(faults):
         error = _error_of(source.read_metadata)
         if error is None:
             unnoticed.append(at)
-            if at % 16 == 0:
-                assert_same(load(bucket, "a", blank(state)), state)
         else:
             assert isinstance(error, CorruptCheckpointError), at
             assert bucket.url("a") in str(error), at
-    assert not set(unnoticed) & set(range(digest, digest + 64))
-    assert len(unnoticed) < len(index) / 2
-    for wrong in (b"", b"{}", index[:-1], index.replace(b'"format":1', b'"format":2')):
+    assert unnoticed == []  # the record has its SHA-256
+    for wrong in (b"", b"{}", index[:-1], index + b"x"):
         faults.put(key, wrong)
         error = _failed_load(bucket, "a", blank(state))
         assert bucket.url("a") in str(error)
-    assert "index format 2; this version of dcp_s3 reads up to 1" in str(error)
-    faults.put(key, index.replace(b'"format":1', b'"format":1,"added":{"by":["a later version"]}'))
+    faults.put(key, index)
     assert_same(load(bucket, "a", blank(state)), state)
 
 
@@ -169,7 +165,8 @@ def test_a_byte_flipped_on_its_way(faults):
 def test_a_truncated_object(bucket, size):
     """An object that lost its end, or everything, is corrupt, by its name, and found in one round of requests."""
     state = {"big": torch.arange(10 * MIB // 4), "z": torch.arange(100.0)}
-    metadata = dcp.save(state, storage_writer=writer(bucket, "a"))
+    dcp.save(state, storage_writer=writer(bucket, "a"))
+    metadata = reader(bucket, "a").read_metadata()
     key = f"a/{_info(metadata, 'big').relative_path}"
     end = max(info.offset + info.raw_offset + state[i.fqn].nbytes for i, info in metadata.storage_data.items())
     bucket.put(key, bucket.get(key)[: size if size >= 0 else end - 1])

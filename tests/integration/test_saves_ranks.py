@@ -105,7 +105,7 @@ def test_one_url_in_two_forms(faults):
     metadata, _ = run_ranks_ok(2, _one_url, bucket, timeout_s=2 * LIMIT_S)
     assert bucket.keys() == checkpoint_keys(bucket, "a", metadata)
     for info in metadata.storage_data.values():
-        assert set(vars(info)) <= {"relative_path", "offset", "length", "transform_descriptors", "raw_offset", "crc32c"}
+        assert set(vars(info)) <= {"relative_path", "offset", "length", "transform_descriptors"}
 
 
 def _cached(rank, bucket):

@@ -24,6 +24,7 @@ from dcp_s3 import (
     list_checkpoints,
     verify,
 )
+from dcp_s3._checkpoint.format.index import Index
 from tests.integration.support import wait_until, writer
 
 MIB = 1 << 20
@@ -59,8 +60,8 @@ def test_real_checkpoints_are_listed(endpoint, bucket, tmp_path) -> None:
     nine, ten, stock = list_checkpoints(bucket.url("run"), config=endpoint.config())
     assert [info.url for info in (nine, ten, stock)] == [bucket.url(f"run/{n}") for n in ("step-9", "step-10", "stock")]
     assert [info.state for info in (nine, ten, stock)] == ["committed", "committed", "stock"]
-    record = json.loads(bucket.get(f"run/step-9/index-{nine.write_id}.safetensors.gz"))
-    assert nine.bytes == record["metadata_bytes"] + sum(entry["size"] for entry in record["objects"])
+    index = Index.from_bytes(bucket.get(f"run/step-9/index-{nine.write_id}.safetensors.gz"), source="index")
+    assert nine.bytes == index.record_bytes + sum(entry.size for entry in index.objects)
     assert nine.bytes > 8 * MIB
     assert nine.committed_at >= ten.committed_at
 

@@ -43,7 +43,7 @@ def _archived(pickled: bytes) -> memoryview:
 PARSERS: dict[str, Callable[[bytes], Any]] = {
     "record": lambda data: metadata.loads(data, source="s3://b/.metadata"),
     "record without torch": lambda data: standin.read_record(data, source="s3://b/.metadata"),
-    "index": lambda data: Index.from_bytes(data, source="s3://b/index.json"),
+    "index": lambda data: Index.from_bytes(data, source="s3://b/index"),
     "archive": lambda data: check_archive(memoryview(data), source="s3://b/x"),
     "object": lambda data: load_record(memoryview(data), "s3://b/x", trusted=False),
     "pickle in an object": lambda data: load_record(_archived(data), "s3://b/x", trusted=False),

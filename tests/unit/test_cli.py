@@ -98,7 +98,9 @@ def test_ls_of_something_bad(store: FakeStore) -> None:
     del store.objects[f"run/step-9/index-{'ab' * 16}.safetensors.gz"]
     result = run("ls", "s3://ckpt/run")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[1].endswith(f"  corrupt: .metadata: its index index-{'ab' * 16}.safetensors.gz is missing")
+    assert result.stdout.splitlines()[1].endswith(
+        f"  corrupt: .metadata: its index index-{'ab' * 16}.safetensors.gz is missing"
+    )
 
 
 def test_verify(store: FakeStore) -> None:
