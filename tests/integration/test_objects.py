@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import CorruptCheckpointError, ObjectNotLoadableError
 from dcp_s3._checkpoint.archive.stock_archive import load_record
+from dcp_s3._checkpoint.pickles.objects import check_object
 from dcp_s3._checkpoint.save import loadable
 from dcp_s3._checkpoint.save.loadable import Loadability
 from tests.integration.conftest import bucket_on
@@ -150,6 +151,7 @@ ALLOWED: dict[str, Any] = {
     "np.dtype": np.dtype("float32"),
     "ndarray": (np.arange(3),),
     "ndarrays of two dtypes": (np.arange(3), np.ones(2, np.float32)),
+    "tensor type": (torch.FloatTensor,),
     "np.random.get_state": np.random.RandomState(7).get_state(),
 }
 TRUSTED: dict[str, Any] = {
@@ -160,7 +162,6 @@ TRUSTED: dict[str, Any] = {
     "subclass of dict": (Keyed(a=1),),
     "ZoneInfo": zoneinfo.ZoneInfo("UTC"),
     "exception": (ValueError,),
-    "tensor type": (torch.FloatTensor,),
 }
 WAYS = [(name, "plain") for name in PLAIN] + [(name, "allowed") for name in ALLOWED]
 WAYS += [(name, "trusted") for name in TRUSTED]
@@ -256,8 +257,8 @@ def test_a_tensor_of_a_type_that_is_not_allowed(scripted_store, caplog):
         dcp.load(template, storage_reader=reader(bucket, "c"), no_dist=True)
     error = failure_of(caught.value, 0)
     assert isinstance(error, ObjectNotLoadableError)
-    assert error.types == (f"{__name__}.Marked",)
-    with torch.serialization.safe_globals([Marked]):
+    assert error.types == ("torch._tensor._rebuild_from_type_v2", f"{__name__}.Marked")
+    with torch.serialization.safe_globals([torch._tensor._rebuild_from_type_v2, Marked]):
         dcp.load(template, storage_reader=reader(bucket, "c"), no_dist=True)
     assert torch.equal(template["w"], torch.ones(3))
 
@@ -282,11 +283,9 @@ def test_a_class_that_can_no_longer_be_rebuilt():
 
 
 def test_what_many_objects_cost(monkeypatch):
-    """Numbers and texts are never loaded for a try, a sort of objects is loaded once, and bad ones up to a bound."""
+    """Numbers and texts are never run for a try, a sort of objects is run once, and bad ones up to a bound."""
     tried = []
-    monkeypatch.setattr(
-        loadable, "load_record", lambda *args, **kwargs: tried.append(1) or load_record(*args, **kwargs)
-    )
+    monkeypatch.setattr(loadable, "check_object", lambda *args: tried.append(1) or check_object(*args))
     monkeypatch.setattr(loadable, "_good", set())
     looks = Loadability()
     for value in [*range(1000), *(step / 7 for step in range(1000)), *map(str, range(1000)), (0.9, 0.999), [None] * 9]:
@@ -301,9 +300,11 @@ def test_what_many_objects_cost(monkeypatch):
     assert len(tried) < 1100
 
 
-def test_a_large_object_is_known_by_its_names(caplog):
-    """Of what is too large to be loaded for a try the names at its beginning are looked at."""
+def test_a_large_object_is_known_by_its_pickle(caplog):
+    """Storages are not looked at, however large; a pickle that is large itself is not, either."""
     looks = Loadability()
+    looks.look("many", record_of([functools.partial(function), [0.5] * 100_000]))
     looks.look("big", record_of((functools.partial(function), torch.ones(1 << 20))))
     looks.warn("s3://b/x")
+    assert "1 of the objects" in caplog.text
     assert "big (functools.partial, " in caplog.text

@@ -301,7 +301,7 @@ def test_a_loaded_record_is_the_callers_own() -> None:
 def test_planner_data_may_not_be_too_deep() -> None:
     """What a custom planner keeps is the caller's own, unless it is nested deeper than anybody could have pickled it."""
     metadata = make_metadata()
-    for value in (5, {"kept": [1, (2, {3: {4}})]}, [[1], [2]]):
+    for value in (5, {"kept": [1, (2, {3: [4]})]}, [[1], [2]]):
         metadata.planner_data = value
         assert loads(dumps(metadata), source="x").planner_data == value
     metadata.planner_data = "deep"

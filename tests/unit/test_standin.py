@@ -90,7 +90,7 @@ def test_a_shape_that_would_take_for_ever_to_multiply() -> None:
     """A tensor with a million dimensions is refused, not multiplied."""
     metadata = make_metadata(tensors=1)
     metadata.state_dict_metadata["model.layers.0.weight"].size = (1 << 62,) * 1_000_000
-    with pytest.raises(CorruptCheckpointError, match="impossible"):
+    with pytest.raises(CorruptCheckpointError, match="more than 10,000 values"):
         read_record(pickle.dumps(metadata), source=SOURCE)
 
 
@@ -156,7 +156,9 @@ HASHED = {
 def test_what_no_dict_should_hash(what: str, read: Callable[..., object]) -> None:
     """Indexes of anything but a name and a size of some numbers are refused, by both readers, within seconds."""
     start = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match=r"is damaged: (TypeError|ValueError|RuntimeError)"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"is damaged(: (TypeError|ValueError|RuntimeError)|.* more than 10,000 values)"
+    ):
         read(program(HASHED[what]), source="s3://b/.metadata")
     assert time.monotonic() - start < 10
 

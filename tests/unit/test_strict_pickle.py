@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import pickletools
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import CorruptCheckpointError
-from dcp_s3._checkpoint.pickles import instructions
-from dcp_s3._checkpoint.pickles.program import Program
 from dcp_s3._checkpoint.pickles.strict_pickle import Sealed, gate, load
 from tests.unit.records import name, program
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @dataclass
@@ -48,10 +42,7 @@ plain = st.recursive(
     | st.text(max_size=300)
     | st.binary(max_size=300),
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-        | st.sets(st.integers(), max_size=4)
+        st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
     ),
     max_leaves=20,
 )
@@ -137,7 +128,7 @@ DEEP = 200_000
 @pytest.mark.parametrize(
     "data, top",
     [
-        (program(b"]" * DEEP, b"a" * (DEEP - 1)), list),
+        (program(b"]\x94K\x01a" * DEEP, b"a" * (DEEP - 1)), list),
         (program(b"}K\x01" * DEEP, b"N", b"s" * DEEP), dict),
         (program((name("m", "Point") + b")\x81}\x8c\x01x") * 100_000, b"N", b"sb" * 100_000), Point),
     ],
@@ -146,6 +137,17 @@ DEEP = 200_000
 def test_deep_nesting_does_not_end_the_process(data: bytes, top: type) -> None:
     """200,000 levels are built, and freed again, without exhausting the stack."""
     assert type(run(data)) is top
+
+
+@pytest.mark.parametrize(
+    "data", [b"]" * DEEP + b"a" * (DEEP - 1), b"(" + b"}" * (2 << 20) + b"t", b"(" + b"\x8f" * (2 << 20) + b"t"]
+)
+def test_what_would_be_many_times_as_large(data: bytes) -> None:
+    """A pickle of nothing but lists, dicts or sets, 50 to 230 bytes of memory for one, is refused before it runs."""
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(CorruptCheckpointError, match=r"many times as large|0x8f"):
+        run(program(data))
+    assert psutil.Process().memory_info().rss - before < 16 << 20
 
 
 def shared(levels: int, gap: bytes = b"") -> bytes:
@@ -184,7 +186,7 @@ def shared(levels: int, gap: bytes = b"") -> bytes:
 def test_tuples_that_no_dict_could_hash(tuples: bytes) -> None:
     """As keys they would end the process, or take it for ever: they are refused before one is made, within seconds."""
     start = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match=r"within one another|share one another"):
+    with pytest.raises(CorruptCheckpointError, match="more than 10,000 values"):
         run(program(b"}", tuples, b"Ns"))
     assert time.monotonic() - start < 10
 
@@ -194,58 +196,6 @@ def test_tuples_that_a_planner_may_keep() -> None:
     twice = ("a", ("b", 1), 2)
     value = {"nested": ((1, 2), ("x", (3.0, None))), "long": tuple(range(500)), twice: [twice, twice], (1, 2): ()}
     assert run(pickle.dumps(value, protocol=4)) == value
-
-
-@pytest.mark.parametrize("record", sorted(GOLDEN.rglob("*.metadata")), ids=lambda path: path.parent.name)
-def test_records_are_told_small_by_the_quick_reading(record: Path) -> None:
-    """What we and the stock writers write need not be followed instruction by instruction, which takes ten times as long."""
-    assert instructions.are_tuples_small(record.read_bytes(), "x")
-
-
-FRAGMENTS = [
-    *(b"h%ch%c\x86\x94" % (n, n) for n in range(0, 160, 3)),
-    *(b"h%c" % n for n in (0, 5, 0x94, 0x85)),
-    *(
-        b"K\x01K\x02\x86\x94",
-        b"K\x94",
-        b"\x8c\x02\xc2\x94\x94",
-        b"C\x01\x94\x94",
-        b"}\x94",
-        b"N\x85\x94",
-        b"(h\x02t\x94",
-    ),
-    *(b"Nb", b"\x94", b"(e", b"X\x02\x00\x00\x00\xc2\x94\x94", b"K\x05" * 40, b"]\x94" * 20, b"\x85\x94", b")\x85\x94"),
-]
-
-
-@settings(max_examples=500)
-@given(st.lists(st.sampled_from(FRAGMENTS), min_size=5, max_size=60))
-def test_what_is_told_small_is_small(fragments: list[bytes]) -> None:
-    """Where the quick reading finds no large tuple, following each instruction finds none, either."""
-    data = program(b")\x94", *fragments)
-    if instructions.are_tuples_small(data, "x"):
-        exact = Program("x")
-        exact.follow(data)
-        assert exact.largest <= instructions._MOST_IN_TUPLE * 18  # a size of 16 numbers in its tuple
-
-
-@settings(max_examples=200)
-@given(st.lists(st.sampled_from(FRAGMENTS), min_size=5, max_size=60))
-def test_the_memo_is_counted_right(fragments: list[bytes]) -> None:
-    """Bytes that look like MEMOIZE are not counted, wherever they are, and none is missed."""
-    data = program(b")\x94", *fragments, b"h\x00N\x86")
-    seen: list[Program] = []
-
-    class Kept(Program):
-        def __init__(self, source: str, *, in_parts: bool) -> None:
-            super().__init__(source, in_parts=in_parts)
-            seen.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(instructions, "Program", Kept)
-        small = instructions.are_tuples_small(data, "x")
-    if small:
-        assert seen[0].memoized == sum(instruction.name == "MEMOIZE" for instruction, _, _ in pickletools.genops(data))
 
 
 def test_a_gate_makes_the_real_thing() -> None:

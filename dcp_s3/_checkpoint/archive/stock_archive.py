@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from dcp_s3._checkpoint.pickles.calls import check_object_program, foreign_names, not_loadable
+from dcp_s3._checkpoint.pickles.objects import check_object, not_loadable
+from dcp_s3._checkpoint.pickles.strict_pickle import reason_of
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error
 
 __all__ = ["check_archive", "fault_of", "load_record"]
@@ -169,21 +170,20 @@ def load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa
             "for DCP's HuggingFaceStorageReader"
         )
     check_archive(data, source=source)
-    program, allowable = b"", True
+    users = False
     try:
         if not trusted:
-            program = torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl")  # noqa: SLF001 -- torch.load's own
-            allowable = check_object_program(program, source)
+            archive = torch._C.PyTorchFileReader(io.BytesIO(data))  # noqa: SLF001 -- torch.load's own
+            users = check_object(archive.get_record("data.pkl"), source)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except DcpS3Error:
         raise
     except pickle.UnpicklingError as error:
-        raise not_loadable(source, foreign_names(program), allowable=allowable, reason=_reason(error)) from None
+        raise not_loadable(source, (), reason=_reason(error)) from None
     except Exception as error:
-        reason = f"{type(error).__name__}: {_reason(error)}"
-        if foreign_names(program, users=True):  # what was called is the user's, and so is what it raised
-            raise not_loadable(source, (), allowable=False, reason=reason) from error
-        raise CorruptCheckpointError(f"{source} holds a damaged record ({reason})") from error
+        if users:  # what was called is the user's, and so is what it raised
+            raise not_loadable(source, (), reason=reason_of(error)) from error
+        raise CorruptCheckpointError(f"{source} holds a damaged record ({reason_of(error)})") from error
 
 
 def _reason(error: Exception) -> str:

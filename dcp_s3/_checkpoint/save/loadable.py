@@ -1,7 +1,8 @@
 """Says at save which objects a load will refuse, by the check that the load makes.
 
 Nearly all objects of a state dict are numbers and texts, and name nothing: a search for what looks like a name, 2 µs a record,
-is all that they cost. Of the others each sort is checked once, and all together not more than a bounded number of bytes.
+is all that they cost. Of the others each sort is checked once, and all together not more than a bounded number of bytes; a pickle
+of more than 256 KiB is not looked at.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import re
 import struct
 from typing import Final
 
-from dcp_s3._checkpoint.archive.stock_archive import load_record
-from dcp_s3._checkpoint.pickles.calls import foreign_names, not_loadable, user_allowed
+from dcp_s3._checkpoint.pickles.objects import check_object, user_allowed
 from dcp_s3.errors import DcpS3Error, ObjectNotLoadableError
 
 __all__ = ["Loadability"]
@@ -24,11 +24,9 @@ _NAME: Final = re.compile(rb"c[^\x00-\x1f]{1,200}\n[^\x00-\x1f]{1,200}\n|\A\x80\
 _END: Final = b".PK\x07\x08"
 """STOP, the last instruction, and what follows in the archive."""
 _LOOKED_AT: Final = 256 << 10
-"""Bytes of one record: its pickle lies at its beginning."""
-_LOADED: Final = 1 << 20
-"""Bytes of a record that is loaded for a try."""
+"""Bytes of one record: its pickle lies at its beginning, before the storages."""
 _PER_SAVE: Final = 1 << 20
-"""Bytes of pickles that are followed in one save, 0.4 s of CPU time, where each counts at least ``_LEAST``."""
+"""Bytes of pickles that are checked in one save, where each counts at least ``_LEAST``."""
 _LEAST: Final = 1024
 _HEADER: Final = struct.Struct("<4s5H3L2H")
 """A local file header of a zip archive (APPNOTE.TXT 4.3.7)."""
@@ -58,24 +56,21 @@ class Loadability:
         if self._left <= 0:
             return
         pickle = _pickle_in(record)
-        if _NAME.search(pickle) is None:
+        if pickle is None or _NAME.search(pickle) is None:
             return
         sort = frozenset(_NAME.findall(pickle)), frozenset(user_allowed())
         if sort in _good:
             return
         self._left -= _LEAST + len(pickle)
         try:
-            if len(record) <= _LOADED:
-                load_record(record, fqn, trusted=False)
-            elif names := foreign_names(pickle):
-                raise not_loadable(fqn, names, allowable=True)
+            check_object(pickle, fqn)
         except DcpS3Error as error:
             self._count += 1
             if len(self._shown) < _SHOWN:
                 types = error.types if isinstance(error, ObjectNotLoadableError) else ()
                 self._shown.append(f"{fqn} ({', '.join(types) or 'what its pickle does'})")
         else:
-            if len(record) <= _LOADED and len(_good) < _MOST_SORTS:
+            if len(_good) < _MOST_SORTS:
                 _good.add(sort)
 
     def warn(self, url: object) -> None:
@@ -93,12 +88,12 @@ class Loadability:
             )  # fmt: skip
 
 
-def _pickle_in(record: memoryview) -> bytes:
-    """The first entry of a torch.save archive, or its beginning; all of the record's beginning if it is no archive."""
+def _pickle_in(record: memoryview) -> bytes | None:
+    """The first entry of a torch.save archive, if it ends in the record's beginning."""
     head = bytes(record[:_LOOKED_AT])
     if len(head) < _HEADER.size:
-        return head
+        return None
     *_, name, extra = _HEADER.unpack_from(head)
     start = _HEADER.size + name + extra
     end = head.find(_END, start)
-    return head[start:] if end < 0 else head[start : end + 1]
+    return None if end < 0 else head[start : end + 1]

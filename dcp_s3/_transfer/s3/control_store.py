@@ -26,7 +26,7 @@ from dcp_s3._transfer.s3.error_mapping import (
     translate,
 )
 from dcp_s3._transfer.s3.shared_clients import SharedClients, shared_clients
-from dcp_s3.errors import DcpS3Error, StorageError, StorageUnavailableError
+from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, StorageError, StorageUnavailableError
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -184,7 +184,8 @@ class ControlStore:
             reply: dict[str, Any] = getattr(clients[endpoint], method)(Bucket=self.bucket, **params)
             if "Body" in reply:
                 timeout.allow(int(reply.get("ContentLength") or 0))
-                reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"))
+                most = None if "Range" in params else self.config.max_record_bytes
+                reply["Body"] = _read_all(reply["Body"], reply.get("ContentLength"), most)
             return reply
 
         try:
@@ -254,13 +255,17 @@ class ControlStore:
         """Read an object, or bytes ``[start, end)`` of it.
 
         Raises:
+            CorruptCheckpointError: The whole object is larger than ``max_record_bytes``.
             StorageError: It is missing (``is_missing``), or another failure.
         """
         params = {"Key": key} | encryption(self.config, write=False)
         if byte_range is not None:
             params["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         reply = self._call("GetObject", "get_object", key, params)
-        body: bytes = reply["Body"]
+        body: bytes | None = reply["Body"]
+        if body is None:
+            text = f"s3://{self.bucket}/{key} has more than max_record_bytes={self.config.max_record_bytes} bytes; set that higher to read it"
+            raise CorruptCheckpointError(text).with_context(rank=self._rank, bucket=self.bucket, key=key)
         if is_page(body) and (byte_range is None or not reply.get("ETag")):  # no record and no manifest
             raise not_s3(200, body).with_context(rank=self._rank, operation="GetObject", bucket=self.bucket, key=key)
         if byte_range is not None and not reply.get("ContentRange"):  # the store ignores ranges
@@ -434,11 +439,12 @@ def _info(key: str, reply: dict[str, Any]) -> ObjectInfo:
     )
 
 
-def _read_all(body: Any, expected: int | None) -> bytes:  # noqa: ANN401 -- botocore's StreamingBody
-    try:
-        data: bytes = body.read()
-    finally:
-        body.close()
+def _read_all(body: Any, expected: int | None, most: int | None) -> bytes | None:  # noqa: ANN401 -- botocore's StreamingBody
+    """All of a body; ``None`` if it is larger than ``most``, of which then nothing is read where its size is known."""
+    with contextlib.closing(body):
+        data = b"" if most is not None and (expected or 0) > most else body.read(None if most is None else most + 1)
+    if most is not None and max(len(data), expected or 0) > most:
+        return None
     if expected is not None and len(data) != expected:
         raise EOFError(f"the body ended after {len(data)} of {expected} bytes")
-    return data
+    return bytes(data)
