@@ -316,3 +316,21 @@ def test_indexes_are_found() -> None:
     for index in metadata.storage_data:
         assert type(index) is MetadataIndex
         assert MetadataIndex(index.fqn, index.offset) in metadata.storage_data
+
+
+def test_shared_lists_are_checked_once() -> None:
+    """A long list that many entries share, of chunks, of a path or of descriptors, is no reason for quadratic time."""
+    metadata = make_metadata(tensors=1, chunks=1)
+    (fqn, *_), count = metadata.state_dict_metadata, 20_000
+    tensor, (index, info) = metadata.state_dict_metadata[fqn], next(iter(metadata.storage_data.items()))
+    tensor.chunks = tensor.chunks * count
+    info.transform_descriptors = ["x"] * count
+    path = ("x",) * 9000
+    for number in range(count):
+        metadata.state_dict_metadata[f"t{number}"] = tensor
+        metadata.storage_data[MetadataIndex(f"t{number}", index.offset)] = info
+        metadata.planner_data[f"t{number}"] = path
+    data = pickle.dumps(metadata, protocol=4)
+    start = time.process_time()
+    assert len(loads(data, source=SOURCE).state_dict_metadata) == count + 2
+    assert time.process_time() - start < 5

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import importlib
 import io
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,6 +167,15 @@ SHARED = torch.arange(6.0)
 VALUES: dict[str, Callable[[], Any]] = {
     "optimizer": lambda: _optimizer().state_dict(),
     "scheduler": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(_optimizer(), 10).state_dict(),
+    "schedulers": lambda: [
+        torch.optim.lr_scheduler.MultiStepLR(_optimizer(), [3, 5, 5]).state_dict(),
+        torch.optim.lr_scheduler.OneCycleLR(_optimizer(), 0.1, total_steps=10).state_dict(),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(_optimizer()).state_dict(),
+    ],
+    "scaler": lambda: torch.amp.GradScaler("cpu").state_dict(),
+    "averaged model": lambda: torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2)).state_dict(),
+    "random states": lambda: [random.getstate(), np.random.default_rng(1).bit_generator.state],
+    "small dtypes": lambda: [torch.ones(2, dtype=torch.uint16), torch.ones(2).to(torch.float8_e4m3fn)],
     "model": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).state_dict(),
     "random state": torch.get_rng_state,
     "bytes": lambda: [SAME, bytearray(), bytearray(b"z" * 300), b"x", b"x", bytearray(b"x"), bytearray(b"x")],

@@ -253,7 +253,8 @@ class _Trial(StrictUnpickler):
         return _Tensor()
 
     def _parameter(self, tensor: object, requires_grad: object, hooks: object) -> _Tensor:
-        if type(tensor) is not _Tensor or type(requires_grad) is not bool or type(hooks) is not collections.OrderedDict:
+        kinds = type(requires_grad), type(hooks)
+        if not isinstance(tensor, (_Tensor, _Other)) or kinds != (bool, collections.OrderedDict):
             raise _wrong("a parameter")
         return _Tensor()
 
