@@ -100,6 +100,7 @@ _PARSERS: Final[dict[str, Any]] = {
     "part_bytes": _bytes,
     "max_concurrency": int,
     "memory_bytes": _bytes,
+    "max_record_bytes": _bytes,
     "connect_timeout_s": float,
     "read_timeout_s": float,
     "save_deadline_s": float,

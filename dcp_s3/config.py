@@ -35,7 +35,7 @@ DEFAULT_DEADLINE_S: Final = 1500.0
 """Deadline of a save or load for which none is set, without a process group whose time-out could be read; seconds."""
 
 _SECRET = frozenset({"secret_access_key", "session_token", "sse_customer_key"})
-_INTS: Final = ("part_bytes", "max_concurrency", "memory_bytes", "staging_buffers")
+_INTS: Final = ("part_bytes", "max_concurrency", "memory_bytes", "max_record_bytes", "staging_buffers")
 _NUMBERS: Final = (
     "connect_timeout_s", "read_timeout_s", "save_deadline_s", "load_deadline_s", "stall_limit_s", "background_cores",
 )  # fmt: skip
@@ -128,6 +128,8 @@ class S3Config:
         memory_bytes: Bound of the copies that one process holds for saves and loads in flight, bytes, 32 MiB or more. Several at
             once share it; one that would wait for itself beside others that hold all of it goes on with a part at a time.
             Contiguous CPU tensors are not copied and do not count. Default: 256 MiB.
+        max_record_bytes: Largest ``.metadata`` that is unpickled, bytes, 1 or more. It takes about 10 times its size in memory, and at
+            most some 40 times if somebody made it to. Default: 4 GiB.
         connect_timeout_s: Longest time to connect, seconds, up to 7 days like all times here. Default: 10.0.
         read_timeout_s: Longest silence on a connection (nothing sent, nothing received) before an attempt is given up, seconds.
             Default: 60.0.
@@ -174,6 +176,7 @@ class S3Config:
     part_bytes: int = 0
     max_concurrency: int = 16
     memory_bytes: int = 256 * MIB
+    max_record_bytes: int = 4096 * MIB
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 60.0
     save_deadline_s: float | None = None
@@ -224,6 +227,8 @@ class S3Config:
             raise ConfigError(f"max_concurrency must be 1 to 256, got {self.max_concurrency}")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise ConfigError(f"memory_bytes must be 32 MiB or more, got {self.memory_bytes} bytes")
+        if self.max_record_bytes < 1:
+            raise ConfigError(f"max_record_bytes must be 1 or more, got {self.max_record_bytes} bytes")
         if self.part_bytes > self.memory_bytes // 2:
             raise ConfigError(
                 f"memory_bytes ({self.memory_bytes}) must be at least twice part_bytes ({self.part_bytes}): a part that has "

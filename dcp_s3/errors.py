@@ -130,7 +130,7 @@ class ObjectNotLoadableError(DcpS3Error):
     ``torch.serialization.safe_globals([...])``.
 
     Attributes:
-        types: What the object's pickle names and weights-only loading does not allow, as ``module.name``; may be empty.
+        types: What the object's pickle names and is neither on our list nor allowed, as ``module.name``; may be empty.
     """
 
     types: tuple[str, ...] = ()

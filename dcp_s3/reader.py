@@ -117,7 +117,7 @@ class S3StorageReader(StorageReader):
         url: ``s3://bucket/prefix`` of the checkpoint, or of the place below which relative ``checkpoint_id`` names lie.
         config: Endpoint, credentials and limits; by default all from the environment, by AWS's conventions.
         verify: Check the record against its manifest and every byte against its CRC32C.
-        trust_pickle: Let the planner unpickle objects that weights-only loading refuses. They can run code.
+        trust_pickle: Let the planner unpickle objects of any type. They can run code.
 
     Raises:
         ConfigError: The URL or the config is not valid.

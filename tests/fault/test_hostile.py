@@ -219,7 +219,14 @@ PROGRAMS = {
     b"ctorch\nTensor\n" + GIB + b"\x85}tR.",
     "a tensor that grows": b"\x80\x02ctorch\nTensor\n)R(ctorch\nTensor\n)RK\x00" + GIB + b"\x85K\x01\x85tb.",
 }
-"""Pickles that would end the process, take it for ever, or fill its memory, if they were run."""
+"""Pickles that would end the process, take it for ever, or fill its memory, if they were run; and those that are only deep:"""
+HARMLESS = (
+    "lists in lists",
+    "dicts in dicts",
+    "tuples in tuples",
+    "tuples in tuples by memo",
+    "tuples in tuples by marks",
+)
 
 
 class Runs:
@@ -239,8 +246,9 @@ def _saved(value: Any) -> bytes:
 
 
 def test_hostile_records_and_sizes(tmp_path: Path):
-    """Zip bombs of every making, code in a pickle, values too deep, too many or too large, texts too long, noise, and ranges that lead
-    nowhere: each is refused with a CorruptCheckpointError (code with an ObjectNotLoadableError) that names the item, in less than 32 MiB and 30 s, and nothing of it is run.
+    """Zip bombs of every making, code in a pickle, keys too deep, calls for memory, texts too long, noise, and ranges that lead
+    nowhere: each is refused with a CorruptCheckpointError (what a pickle does with an ObjectNotLoadableError) that names the item, in less
+    than 32 MiB and 30 s, and nothing of it is run. What is only deep is loaded.
     """
     marker = tmp_path / "run by the pickle"
     bomb = pickle.dumps("x" * (300 * MIB), protocol=2)
@@ -279,9 +287,13 @@ def test_hostile_records_and_sizes(tmp_path: Path):
     assert len(found) == len(records) + len(DATA)
     for name, (failed, seconds, grown) in found.items():
         assert seconds < 30, (name, seconds)
-        refused = name.startswith("code") or name.endswith("called by a call")  # what a class in a tuple may be for
+        if name in HARMLESS:
+            assert failed is None, (name, repr(failed))
+            continue
+        refused = name.startswith("code") or name in PROGRAMS  # well-formed, and not loaded as it is
         kind = ObjectNotLoadableError if refused else CorruptCheckpointError
         assert isinstance(failed, kind), (name, repr(failed))
+        assert len(str(failed)) < 2000, name
         assert grown < 32, (name, grown)
         if name in records:
             assert "object.text" in str(failed), (name, str(failed))

@@ -98,6 +98,7 @@ PLAIN: dict[str, Any] = {
     "bool": True,
     "int": 3,
     "large int": 1 << 1000,
+    "huge int": 1 << 5000,
     "float": 1.5,
     "text": "x",
     "text like a name": "Music\nfrom\nposix\nsystem\n",
@@ -141,6 +142,12 @@ ALLOWED: dict[str, Any] = {
     "ip address": ipaddress.ip_address("10.0.0.1"),
     "array": array.array("i", [1, 2]),
     "empty deque": collections.deque(),
+    "deque": collections.deque([1, 2], 3),
+    "defaultdict": (collections.defaultdict(int, a=1),),
+    "subclass of list": (Listed([1]),),
+    "subclass of dict": (Keyed(a=1),),
+    "exception": (ValueError,),
+    "tensor type": (torch.FloatTensor,),
     "np.float64": np.float64(1.5),
     "np.float32": np.float32(1.5),
     "np.int64": np.int64(3),
@@ -152,16 +159,7 @@ ALLOWED: dict[str, Any] = {
     "ndarrays of two dtypes": (np.arange(3), np.ones(2, np.float32)),
     "np.random.get_state": np.random.RandomState(7).get_state(),
 }
-TRUSTED: dict[str, Any] = {
-    "huge int": 1 << 5000,
-    "deque": collections.deque([1, 2], 3),
-    "defaultdict": (collections.defaultdict(int, a=1),),
-    "subclass of list": (Listed([1]),),
-    "subclass of dict": (Keyed(a=1),),
-    "ZoneInfo": zoneinfo.ZoneInfo("UTC"),
-    "exception": (ValueError,),
-    "tensor type": (torch.FloatTensor,),
-}
+TRUSTED: dict[str, Any] = {"ZoneInfo": zoneinfo.ZoneInfo("UTC")}
 WAYS = [(name, "plain") for name in PLAIN] + [(name, "allowed") for name in ALLOWED]
 WAYS += [(name, "trusted") for name in TRUSTED]
 ALL = {**PLAIN, **ALLOWED, **TRUSTED}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3 import AccessDeniedError, StorageError
+from dcp_s3 import AccessDeniedError, S3Config, StorageError
 from dcp_s3._checkpoint.format.layout import CheckpointUrl, manifest_name
 from dcp_s3._checkpoint.format.manifest import Manifest, ObjectEntry
 from dcp_s3._checkpoint.pickles.metadata import dumps
@@ -33,6 +33,7 @@ class Stored:
 class FakeStore:
     def __init__(self, bucket: str = "ckpt") -> None:
         self.bucket = bucket
+        self.config = S3Config()
         self.now = EPOCH
         self.objects: dict[str, Stored] = {}
         self.uploads: list[UploadInfo] = []

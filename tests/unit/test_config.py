@@ -15,7 +15,7 @@ from dcp_s3 import ConfigError, RetryPolicy, S3Config
 MIB = 1 << 20
 INF, NAN = float("inf"), float("nan")
 TIMES = ("connect_timeout_s", "read_timeout_s", "stall_limit_s", "save_deadline_s", "load_deadline_s")
-INTS = ("part_bytes", "max_concurrency", "memory_bytes", "staging_buffers")
+INTS = ("part_bytes", "max_concurrency", "memory_bytes", "max_record_bytes", "staging_buffers")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ INTS = ("part_bytes", "max_concurrency", "memory_bytes", "staging_buffers")
         ({"sse": "rot13"}, "sse must be one of"),
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"memory_bytes": MIB}, "memory_bytes must be 32 MiB or more"),
+        ({"max_record_bytes": 0}, "max_record_bytes must be 1 or more"),
         ({"read_timeout_s": 0}, "read_timeout_s must be more than 0"),
         ({"save_deadline_s": -1.0}, "save_deadline_s"),
         ({"access_key_id": "a"}, "go together"),
@@ -258,7 +259,7 @@ def test_help_shows_each_field_with_its_default(cls: type) -> None:
     for field, (_, text) in zip(found, entries, strict=True):
         said = re.search(r"Default: (.*?)(?:, .*)?\.\Z", " ".join(text.split()))
         assert said, field.name
-        default = {"memory_bytes": "256 MiB", "retry": "RetryPolicy()"}.get(
+        default = {"memory_bytes": "256 MiB", "max_record_bytes": "4 GiB", "retry": "RetryPolicy()"}.get(
             field.name, repr(field.default).replace("'", '"')
         )
         assert said[1] == default, field.name

@@ -270,8 +270,8 @@ def test_no_moved_piece_raises_anything_else(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("collector_on")
-def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
-    """Checks included it stays near `pickle.load`'s time without the collector, which takes most of stock's: about twice."""
+def test_reading_20_000_records_is_no_large_multiple_of_stock() -> None:
+    """Checks included it stays near `pickle.load`'s own time, most of which the collector takes: here, without it, about 8 times."""
     data = dumps(make_metadata(tensors=1_250, chunks=16))
 
     def seconds(read: object) -> float:
@@ -282,7 +282,7 @@ def test_reading_20_000_records_is_no_multiple_of_stock() -> None:
     with gc_paused():
         ours = min(seconds(lambda: loads(data, source=SOURCE)) for _ in range(3))
         stock = min(seconds(lambda: pickle.loads(data)) for _ in range(3))
-    assert ours < 3 * stock
+    assert ours < 16 * stock
     assert gc.isenabled()
 
 
@@ -298,16 +298,36 @@ def test_a_loaded_record_is_the_callers_own() -> None:
     assert info.relative_path == PATH
 
 
-def test_planner_data_may_not_be_too_deep() -> None:
-    """What a custom planner keeps is the caller's own, unless it is nested deeper than anybody could have pickled it."""
+def test_planner_data_may_be_nested() -> None:
+    """What a custom planner keeps is the caller's own, of plain containers, however deep."""
     metadata = make_metadata()
-    for value in (5, {"kept": [1, (2, {3: {4}})]}, [[1], [2]]):
+    for value in (5, {"kept": [1, (2, {3: [4]})]}, [[1], [2]], {("a", 1): (("b",), ("c", (2.5, None)))}):
         metadata.planner_data = value
         assert loads(dumps(metadata), source="x").planner_data == value
-    metadata.planner_data = "deep"
-    deep = dumps(metadata).replace(b"\x8c\x04deep", b"]" * 2000 + b"a" * 1999 + b"\x8c\x00" + b"a")
-    with pytest.raises(CorruptCheckpointError, match="within one another"):
-        loads(deep, source="s3://b/.metadata")
+    metadata.planner_data = {"sets": {4}}
+    with pytest.raises(ConfigError, match="planner_data"):
+        dumps(metadata)
+
+
+def test_shared_lists_are_checked_once() -> None:
+    """A list of chunks that a hostile record has in each of its tensors, and texts that all entries share, take no longer."""
+    metadata = make_metadata(tensors=1, chunks=20_000)
+    tensor = metadata.state_dict_metadata["model.layers.0.weight"]
+    metadata.state_dict_metadata |= {f"w{n}": tensor for n in range(20_000)}
+    texts = ["x"] * 20_000
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = texts
+    start = time.monotonic()
+    loads(pickle.dumps(metadata), source="x")
+    assert time.monotonic() - start < 30  # 400,000,000 looks take minutes
+
+
+def test_a_record_that_is_too_large_is_refused() -> None:
+    """Before it is parsed, with what to do if it is good."""
+    data = dumps(make_metadata())
+    assert loads(data, source=SOURCE, max_bytes=len(data))
+    with pytest.raises(CorruptCheckpointError, match=r"more than max_record_bytes=\d+: .*DCP_S3_MAX_RECORD_BYTES"):
+        loads(data, source=SOURCE, max_bytes=len(data) - 1)
 
 
 def test_indexes_are_found() -> None:

@@ -156,7 +156,7 @@ HASHED = {
 def test_what_no_dict_should_hash(what: str, read: Callable[..., object]) -> None:
     """Indexes of anything but a name and a size of some numbers are refused, by both readers, within seconds."""
     start = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match=r"is damaged: (TypeError|ValueError|RuntimeError)"):
+    with pytest.raises(CorruptCheckpointError, match=r"is damaged"):
         read(program(HASHED[what]), source="s3://b/.metadata")
     assert time.monotonic() - start < 10
 

@@ -9,8 +9,6 @@ Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.12 to 4
 from __future__ import annotations
 
 import io
-import pickle
-import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -18,8 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from dcp_s3._checkpoint.pickles.calls import check_object_program, foreign_names, not_loadable
-from dcp_s3.errors import CorruptCheckpointError, DcpS3Error
+from dcp_s3._checkpoint.pickles.objects import foreign_names, load_object, not_loadable
+from dcp_s3._checkpoint.pickles.strict_pickle import RefusedError, reason_of
+from dcp_s3.errors import CorruptCheckpointError
 
 __all__ = ["check_archive", "fault_of", "load_record"]
 
@@ -29,8 +28,6 @@ _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_MOST_OF_A_REASON: Final = 300
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _IN_EXTRA: Final = 0xFFFFFFFF
 """A number that stands in the entry's extra field, since it takes more than 32 bits."""
@@ -169,25 +166,19 @@ def load_record(data: memoryview, source: str, *, trusted: bool) -> Any:  # noqa
             "for DCP's HuggingFaceStorageReader"
         )
     check_archive(data, source=source)
-    program, allowable = b"", True
+    program = b""
     try:
-        if not trusted:
-            program = torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl")  # noqa: SLF001 -- torch.load's own
-            allowable = check_object_program(program, source)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
-    except DcpS3Error:
-        raise
-    except pickle.UnpicklingError as error:
-        raise not_loadable(source, foreign_names(program), allowable=allowable, reason=_reason(error)) from None
+        if trusted:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        archive = torch._C.PyTorchFileReader(io.BytesIO(data))  # noqa: SLF001 -- torch.load's own
+        program = archive.get_record("data.pkl")
+        return load_object(archive)
+    except RefusedError as error:
+        raise not_loadable(
+            source, foreign_names(program) or (error.name,) * bool(error.name), reason=str(error)
+        ) from None
     except Exception as error:
-        reason = f"{type(error).__name__}: {_reason(error)}"
+        reason = " ".join(reason_of(error).split())
         if foreign_names(program, users=True):  # what was called is the user's, and so is what it raised
-            raise not_loadable(source, (), allowable=False, reason=reason) from error
+            raise not_loadable(source, (), reason=reason) from error
         raise CorruptCheckpointError(f"{source} holds a damaged record ({reason})") from error
-
-
-def _reason(error: Exception) -> str:
-    """What torch.load says, without its advice, its colours and its line breaks."""
-    text = str(error)
-    text = (text.partition("WeightsUnpickler error:")[2] or text).strip().split("\n\n", 1)[0]
-    return " ".join(_COLOUR.sub("", text).split())[:_MOST_OF_A_REASON]

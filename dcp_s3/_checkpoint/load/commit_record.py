@@ -69,7 +69,9 @@ class CommitRecord:
             fetched = self._get(store)
             body, self.seen = fetched.body, dataclasses.replace(fetched, body=b"")
             self.sha256 = hashlib.sha256(body).hexdigest()
-            metadata = record_format.loads(body, source=f"s3://{self.url.bucket}/{self.key}")
+            metadata = record_format.loads(
+                body, source=f"s3://{self.url.bucket}/{self.key}", max_bytes=store.config.max_record_bytes
+            )
             try:
                 self._check_manifest(store, metadata, len(body), verify=verify)
             except CorruptCheckpointError:

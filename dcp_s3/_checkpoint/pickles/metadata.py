@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3._checkpoint.pickles.program import MOST_LEVELS
 from dcp_s3._checkpoint.pickles.standin import FILESYSTEM, MAX_DIMENSIONS, METADATA, PATH_MODULES, check_storage_infos
-from dcp_s3._checkpoint.pickles.strict_pickle import Sealed, gate, load, reason_of, shown
+from dcp_s3._checkpoint.pickles.strict_pickle import Sealed, check_record_size, gate, load, reason_of, shown
 from dcp_s3._runtime.gc_pause import gc_paused
 from dcp_s3.errors import ConfigError, CorruptCheckpointError
 
@@ -36,7 +35,7 @@ class _Path(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, *parts: str) -> pathlib.PurePosixPath:  # type: ignore[misc]  # a gate makes something else than itself
-        if not {str}.issuperset(map(type, parts)) or sum(map(len, parts)) > _LONGEST_PATH:
+        if len(parts) > _LONGEST_PATH or not {str}.issuperset(map(type, parts)) or sum(map(len, parts)) > _LONGEST_PATH:
             raise ValueError("a path of what is no text, or too long")
         return pathlib.PurePosixPath(*parts)
 
@@ -184,25 +183,11 @@ def _is_plain(planner_data: object) -> bool:
         return True
     if not isinstance(planner_data, dict):
         return False
-    plain = {str, int}
-    return all(type(path) is tuple and plain.issuperset(map(type, path)) for path in planner_data.values())
+    plain, paths = {str, int}, {id(path): path for path in planner_data.values()}  # each once, whoever shares it
+    return all(type(path) is tuple and plain.issuperset(map(type, path)) for path in paths.values())
 
 
-def _is_deep(value: object) -> bool:
-    seen: set[int] = set()
-    level: list[Any] = [[value]]
-    for _ in range(MOST_LEVELS):
-        held = [item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder)]
-        level = [
-            item for item in held if isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen
-        ]
-        if not level:
-            return False
-        seen.update(map(id, level))
-    return True
-
-
-def loads(data: bytes, *, source: str) -> Metadata:
+def loads(data: bytes, *, source: str, max_bytes: int | None = None) -> Metadata:
     """Unpickle a checkpoint's metadata, ours or that of torch's, fsspec's or s3torchconnector's writer.
 
     Only the classes that such a record is made of can be named by it, and its shape is checked.
@@ -210,10 +195,13 @@ def loads(data: bytes, *, source: str) -> Metadata:
     Args:
         data: The record's bytes.
         source: What they were read from, for the message.
+        max_bytes: ``S3Config.max_record_bytes``; ``None`` for what was not read from anywhere.
 
     Raises:
-        CorruptCheckpointError: It is damaged, no checkpoint's metadata, or names something that such a one does not need.
+        CorruptCheckpointError: It is damaged, too large, no checkpoint's metadata, or names something that such a one does not need.
     """
+    if max_bytes is not None:
+        check_record_size(len(data), max_bytes, source=source)
     try:
         metadata = load(data, _find, source=source)
     finally:
@@ -247,14 +235,15 @@ def _check(fields: dict[str, Any], source: str) -> None:
         raise CorruptCheckpointError(
             f"{source} is damaged: its storage_meta is a {type(fields['storage_meta']).__name__}"
         )
-    size_type = torch.Size
+    size_type, checked = torch.Size, set()
     for fqn, item in items.items():
         if type(item) is TensorStorageMetadata and type(fqn) is str:
             tensor = item.__dict__
             if type(tensor["properties"]) is _Properties:
                 object.__setattr__(tensor["properties"], "__class__", TensorProperties)
             if type(tensor["size"]) is size_type and type(tensor["properties"]) is TensorProperties:
-                for chunk in tensor["chunks"]:
+                chunks = tensor["chunks"]
+                for chunk in () if id(chunks) in checked else chunks:
                     place = chunk.__dict__
                     if (
                         type(chunk) is not ChunkStorageMetadata
@@ -263,6 +252,7 @@ def _check(fields: dict[str, Any], source: str) -> None:
                     ):
                         break
                 else:
+                    checked.add(id(chunks))
                     continue
         elif type(item) is BytesStorageMetadata and type(fqn) is str:
             continue
@@ -271,8 +261,4 @@ def _check(fields: dict[str, Any], source: str) -> None:
         raise CorruptCheckpointError(f"{source} is damaged: a key of its storage_data is no index")
     for index in storage:
         object.__setattr__(index, "__class__", MetadataIndex)
-    if not _is_plain(planner_data := fields.get("planner_data")) and _is_deep(planner_data):
-        raise CorruptCheckpointError(
-            f"{source} is damaged: its planner_data has more than {MOST_LEVELS} values within one another"
-        )
     check_storage_infos(storage.values(), kind=_StorageInfo, source=source)

@@ -290,7 +290,7 @@ def check_storage_infos(infos: Collection[Any], *, kind: type, source: str) -> N
             reaches into another one.
     """
     ends: dict[str, int] = {}
-    in_order = True
+    in_order, are_texts = True, set()
     try:
         for info in infos:
             if type(info) is not kind:
@@ -313,8 +313,10 @@ def check_storage_infos(infos: Collection[Any], *, kind: type, source: str) -> N
                     break
                 if crcs is not None and (type(crcs) is not bytes or len(crcs) & 3):
                     break
-                if not _are_texts(fields.get("transform_descriptors")):
-                    break
+                if (texts := fields.get("transform_descriptors")) is not None and id(texts) not in are_texts:
+                    if not isinstance(texts, (list, tuple)) or not {str}.issuperset(map(type, texts)):
+                        break
+                    are_texts.add(id(texts))  # it may be that of all entries
         else:
             if not in_order:
                 _check_apart(infos, source)
@@ -337,7 +339,3 @@ def _check_apart(infos: Collection[Any], source: str) -> None:
                 f"{source} is damaged: the {length} bytes of {path} from {offset} that its storage_data names overlap others"
             )
         before, end = path, offset + length
-
-
-def _are_texts(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))

@@ -12,15 +12,15 @@ import struct
 from typing import Final
 
 from dcp_s3._checkpoint.archive.stock_archive import load_record
-from dcp_s3._checkpoint.pickles.calls import foreign_names, not_loadable, user_allowed
+from dcp_s3._checkpoint.pickles.objects import foreign_names, not_loadable, user_allowed
 from dcp_s3.errors import DcpS3Error, ObjectNotLoadableError
 
 __all__ = ["Loadability"]
 
 _log = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(rb"c[^\x00-\x1f]{1,200}\n[^\x00-\x1f]{1,200}\n|\A\x80\x02\x8b")
-"""A GLOBAL instruction, or what looks like one; or a number of more than 255 bytes."""
+_NAME: Final = re.compile(rb"c[^\x00-\x1f]{1,200}\n[^\x00-\x1f]{1,200}\n")
+"""A GLOBAL instruction, or what looks like one."""
 _END: Final = b".PK\x07\x08"
 """STOP, the last instruction, and what follows in the archive."""
 _LOOKED_AT: Final = 256 << 10
@@ -68,7 +68,7 @@ class Loadability:
             if len(record) <= _LOADED:
                 load_record(record, fqn, trusted=False)
             elif names := foreign_names(pickle):
-                raise not_loadable(fqn, names, allowable=True)
+                raise not_loadable(fqn, names)
         except DcpS3Error as error:
             self._count += 1
             if len(self._shown) < _SHOWN:
