@@ -51,7 +51,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def or_missing(missing: list[str], remedy: str) -> None:
     """Skip what cannot run here; with CI set that is a failure."""
     if missing:
-        text = f"not installed: {', '.join(missing)} ({remedy})"
+        text = f"missing: {', '.join(missing)} ({remedy})"
         if os.environ.get("CI"):
             pytest.fail(f"{text}; with CI set this is an error")
         pytest.skip(text)

@@ -10,7 +10,6 @@ import pickle
 import platform
 import re
 import time
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,12 @@ import torch
 from dcp_s3._staging import buffers
 from dcp_s3._staging.buffers import Block, Lease, Region
 from dcp_s3.staging import Stager
-from tests.support.staging import await_background, close_stagers
-from tests.unit.test_handoff import cross, ones
-from tests.unit.test_staging import block_of, mapped_blocks, open_blocks, release
+from tests.conftest import or_missing
+from tests.support.staging import await_background
+from tests.unit.test_handoff import cross, no_block_is_left, ones  # noqa: F401 -- a fixture of every test
+from tests.unit.test_staging import block_of, release
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def no_block_is_left() -> Iterator[None]:
-    """Neither of earlier tests, nor of these."""
-    close_stagers()
-    yield
-    close_stagers()
-    assert not mapped_blocks()
-    assert not open_blocks()
 
 
 def descriptors_of(file: int) -> int:
@@ -64,8 +54,8 @@ class Cudart:
 
 def test_pages_that_are_asked_for_ahead() -> None:
     """All of them are there before the copy, which would otherwise stop at each."""
-    if tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14):
-        pytest.skip("the kernel has no MADV_POPULATE_WRITE")
+    old = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14)
+    or_missing(["MADV_POPULATE_WRITE"] if old else [], "a kernel of Linux 5.14 or newer")
     region = Region(None, MIB)
     pages = MIB // mmap.PAGESIZE
     there = (ctypes.c_ubyte * pages)()

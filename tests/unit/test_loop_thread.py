@@ -250,7 +250,9 @@ def policy(request: pytest.FixtureRequest) -> Iterator[None]:
     asyncio.set_event_loop_policy(None)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="loop policies are on their way out")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="asyncio has no loop policies that last: Python 3.14 deprecates them"
+)
 def test_another_loop_policy(policy: None):
     """Whatever loop the program has chosen for itself, ours is asyncio's: a body larger than the sockets' buffers goes out."""
     body = bytes(20_000_000)
