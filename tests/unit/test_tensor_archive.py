@@ -121,6 +121,15 @@ def test_slices_follow_each_other_in_row_major_order(tensor: torch.Tensor, limit
     assert all(piece.numel() * piece.element_size() <= limit or piece.numel() == 1 for piece in pieces)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int1, torch.uint7])
+def test_a_contiguous_copy_has_the_same_bytes(dtype: torch.dtype) -> None:
+    """Also of a dtype that torch cannot copy by element."""
+    numbers = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    copy = to_contiguous_cpu(numbers.view(dtype).t())
+    assert copy.dtype == dtype
+    assert bytes(memory_of(copy)) == bytes(memory_of(numbers.t().contiguous()))
+
+
 def test_lazy_bits_are_resolved() -> None:
     """A conj or neg view's memory holds other values than the view; plain() gives the view's."""
     value = torch.tensor([1 + 2j, 3 - 4j])
