@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from dcp_s3 import CorruptCheckpointError, S3Config
+from dcp_s3 import CorruptCheckpointError, S3Config, StorageError
+from dcp_s3._transfer.http.payload import Progress
+from dcp_s3._transfer.job import Job
+from dcp_s3._transfer.limits.retry import Counter, Deadline
 from dcp_s3._transfer.s3 import data_plane as module
 from dcp_s3._transfer.s3 import planes
 from dcp_s3._transfer.s3.data_plane import check_same
@@ -43,6 +48,42 @@ def test_the_bound_of_memory_is_the_processes() -> None:
     assert other.budget is not budgets[0]
     assert (budgets[0].limit, other.budget.limit) == (small, large)
     assert data_plane(config(0, memory_bytes=small)).budget is budgets[0]
+
+
+def failed(status: int) -> StorageError:
+    return StorageError("no").with_context(status=status)
+
+
+@pytest.mark.parametrize(
+    "answer, size",
+    [
+        ({"ContentRange": "bytes 0-0/77"}, 77),
+        ({"ContentRange": "bytes 0-0/*"}, 1),
+        ({}, 1),
+        (failed(416), 0),
+        (failed(403), None),
+    ],
+)
+def test_a_size_that_a_head_left_out(answer: dict[str, str] | StorageError, size: int | None) -> None:
+    """It is asked for by a GET of one byte; an object without one has no range, and other refusals are no sizes."""
+    asked = []
+
+    async def call(job: object, operation: str, method: str, key: str, params: dict[str, str], **_: object) -> object:
+        asked.append((operation, key, params["Range"]))
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    plane = data_plane(config())
+    plane._call = call  # type: ignore[method-assign]
+    job = Job("bucket", Deadline(60), Counter(), Progress(), 0)
+    if size is None:
+        with pytest.raises(StorageError) as caught:
+            asyncio.run(plane._size(job, "k"))
+        assert caught.value is answer
+    else:
+        assert asyncio.run(plane._size(job, "k")) == size
+    assert asked == [("GetObject", "k", "bytes=0-0")]
 
 
 def test_the_planes_that_are_kept() -> None:
