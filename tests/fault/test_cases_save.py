@@ -59,16 +59,18 @@ def held() -> int:
 
 
 class Planner(DefaultSavePlanner):
-    """Raises where the third tensor is asked for."""
+    """Raises where the third tensor is asked for, once ``ready`` has returned."""
 
-    def __init__(self, failure: BaseException) -> None:
+    def __init__(self, failure: BaseException, ready: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self.asked = 0
         self.failure = failure
+        self.ready = ready
 
     def resolve_data(self, write_item: Any) -> Any:
         self.asked += 1
         if self.asked == 3:
+            self.ready()
             raise self.failure
         return super().resolve_data(write_item)
 
@@ -89,7 +91,9 @@ def test_a_producer_that_raises(s3: FaultServer, strides: str):
     state = tensors()
     if strides == "copied":
         state = {name: tensor.view(1024, -1).t() for name, tensor in state.items()}
-    raised = failure_of(lambda: save(s3, state, Planner(failure), part_bytes=PART))
+    # without it a quick planner fails while the first client is made, and nothing is sent that could be aborted
+    planner = Planner(failure, lambda: s3.wait_for("UploadPart", ended=False))
+    raised = failure_of(lambda: save(s3, state, planner, part_bytes=PART))
     assert raised is failure
     s3.wait_for("AbortMultipartUpload")
     assert len(s3.requests("AbortMultipartUpload")) == 1
